@@ -1,7 +1,7 @@
 """The named errors of slora_ref.
 
-Every error that a user can cause is one of these, carries the numbers, and says what to do about it. The command line turns
-a SloraError into one line and exit code 2; anything else is a bug and shows its traceback.
+Every error that a user can cause is one of these, carries the numbers, and says what to do about it. The command line
+turns a SloraError into one line and exit code 2; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -58,3 +58,7 @@ class OutOfPages(SloraError):
 
 class PageError(SloraError):
     """A page was freed twice, or freed by something that does not own it: a bug in the caller, never absorbed."""
+
+
+class KernelsNotFound(SloraError):
+    """The folder of CUDA kernels is neither in the package nor beside it: an incomplete installation or checkout."""
