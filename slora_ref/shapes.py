@@ -1,10 +1,10 @@
 """Array annotations that carry the names of the dimensions, and the glossary of those names.
 
 `Float[Array, "rows rank"]` says: floating point, two dimensions; within one call every `rows` is the same number. A
-single name begins with a space, `Int32[Array, " rows"]`, or linters take it for a forward reference. To a type checker it
-is an array; at run time it is checked only in the test run (tests/conftest.py, jaxtyping with beartype). Without
-jaxtyping it is `Any`, so users never need that package. The test run evaluates annotations: import their names for real,
-not under `TYPE_CHECKING`.
+single name begins with a space, `Int32[Array, " rows"]`, or linters take it for a forward reference. To a type checker
+it is an array; at run time it is checked only in the test run (tests/conftest.py, jaxtyping with beartype). Without
+jaxtyping it is `Any`, so users never need that package. The test run evaluates annotations: import their names for
+real, not under `TYPE_CHECKING`.
 
 Glossary. One name, one meaning, everywhere:
 

@@ -1,0 +1,44 @@
+"""What every test shares: shape checks, Hypothesis profiles, and the skip of GPU tests where there is no GPU.
+
+The shape checks wrap every function and dataclass of slora_ref as it is imported, so this file must come before any
+import of it: pytest loads it first. They are on in the test run only; a test that measures time runs its code in a
+subprocess.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+if "slora_ref" in sys.modules:
+    raise RuntimeError("slora_ref was imported before tests/conftest.py, so its array shapes would not be checked")
+install_import_hook("slora_ref", "beartype.beartype")
+
+# `ci` draws the same examples in every run, so a red run can be repeated; --hypothesis-profile thorough is for a night.
+settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("ci"), derandomize=False, max_examples=2000)
+settings.load_profile("ci")
+
+
+@functools.cache
+def missing_gpu() -> str:
+    """Say why the tests marked `gpu` cannot run here, or return the empty string when they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed ({error}); pip install -e .[cuda12] or .[cuda13]"
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy finds no CUDA device ({error})"
+    return "" if devices else "CuPy finds no CUDA device"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` with the reason; pytest counts it and prints it at the end."""
+    if item.get_closest_marker("gpu") and (reason := missing_gpu()):
+        pytest.skip(reason)
