@@ -13,15 +13,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from slora_ref.config import ModelConfig, RopeConfig
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+from slora_ref.shapes import Array, Float, Float32
 
 
-def inverse_frequencies(config: ModelConfig) -> tuple[Floats, float]:
+def inverse_frequencies(config: ModelConfig) -> tuple[Float32[Array, " half"], float]:
     """inv_freq `[head_dim/2]` in radians a position, and the factor on cos and sin (1 except for yarn)."""
     rope = config.rope
     plain = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
@@ -34,7 +31,9 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Floats, float]:
     return plain.astype(np.float32), 1.0
 
 
-def rope_table(config: ModelConfig, positions: int) -> tuple[Floats, Floats]:
+def rope_table(
+    config: ModelConfig, positions: int
+) -> tuple[Float32[Array, "positions half"], Float32[Array, "positions half"]]:
     """cos and sin, each float32 `[positions, head_dim/2]`, already times the attention scale.
 
     The angle is rounded to float32 as it is in transformers: at position 10^5 that rounding is larger than any other.
@@ -44,7 +43,7 @@ def rope_table(config: ModelConfig, positions: int) -> tuple[Floats, Floats]:
     return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
 
 
-def _llama3(plain: Doubles, rope: RopeConfig) -> Doubles:
+def _llama3(plain: Float[Array, " half"], rope: RopeConfig) -> Float[Array, " half"]:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated by their rotations."""
     rotations = rope.original_positions * plain / (2 * math.pi)  # over the original context
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -52,7 +51,7 @@ def _llama3(plain: Doubles, rope: RopeConfig) -> Doubles:
     return plain * ((1 - kept) / rope.factor + kept)
 
 
-def _yarn(plain: Doubles, rope: RopeConfig, head_dim: int) -> Doubles:
+def _yarn(plain: Float[Array, " half"], rope: RopeConfig, head_dim: int) -> Float[Array, " half"]:
     """Dimensions below `low` keep their frequency, above `high` are divided by `factor`, a linear ramp between."""
     low = _yarn_dimension(rope.beta_fast, rope, head_dim)
     high = _yarn_dimension(rope.beta_slow, rope, head_dim)
@@ -61,8 +60,7 @@ def _yarn(plain: Doubles, rope: RopeConfig, head_dim: int) -> Doubles:
     low, high = max(low, 0.0), min(high, head_dim - 1.0)
     width = high - low if high != low else 0.001
     stretched = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
-    kept: Doubles = 1.0 - stretched
-    return plain * (stretched / rope.factor + kept)
+    return np.asarray(plain * (stretched / rope.factor + (1.0 - stretched)))
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:

@@ -1,0 +1,142 @@
+"""Tensors in a safetensors file: where each lies, and reading one into memory that is already there.
+
+The header is read and checked here rather than by the safetensors library because three things are needed that its
+reader does not give: a limit on the header's size before it is parsed (a stranger's file must not take gigabytes), the
+place of each tensor (so that a merged buffer is filled piece by piece), and a check that costs well under a millisecond
+(10,000 adapters are registered by their headers alone). Data is read, not mapped: a mapped file that is cut while it is
+used kills the process. Knows neither models nor adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from slora_ref.config.fields import show
+from slora_ref.errors import ConfigError, SloraError
+from slora_ref.shapes import Array
+
+MAX_HEADER_BYTES = 4 << 20  # 1,000 tensors need 0.2 MB
+MAX_DIMENSIONS = 8
+CHUNK = 1 << 20  # elements that are read and converted at once
+FLOAT_TYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: its dtype as the file names it, its shape, its first byte in the file and its size."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """All tensors of a file, and (mtime_ns, size) of the file, by which a change is noticed."""
+
+    tensors: dict[str, StoredTensor]
+    fingerprint: tuple[int, int]
+
+
+def float_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """float32, float16 or bfloat16 as a NumPy dtype, from a name or a dtype; float64 too, for oracles."""
+    chosen = FLOAT_TYPES["BF16"] if dtype == "bfloat16" else np.dtype(dtype)
+    if chosen not in (*FLOAT_TYPES.values(), np.float64):
+        raise ConfigError(f"weights of type {chosen} are not supported; choose float32, float16 or bfloat16")
+    return chosen
+
+
+def read_header(path: Path, error: type[SloraError]) -> Header:
+    """The header of a safetensors file, checked: regions of the right size that tile the rest of the file exactly.
+
+    Raises `error`, naming the file, when it is missing, truncated, oversized, or not safetensors.
+    """
+    try:
+        if not path.is_file():
+            raise error(f"no file {show(path.name)} in {show(str(path.parent))}")
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, status.st_size - 8):
+                raise error(f"{_name(path)}: a header of {length} bytes in a file of {status.st_size}; truncated?")
+            entries = json.loads(file.read(length).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{_name(path)}: the header cannot be read: {show(str(cause))}") from None
+    if not isinstance(entries, dict):
+        raise error(f"{_name(path)}: the header is not a JSON object")
+    entries.pop("__metadata__", None)
+    try:
+        tensors = {name: _stored(name, entry, 8 + length) for name, entry in entries.items()}
+        _check_tiling(tensors, 8 + length, status.st_size)
+    except ValueError as cause:
+        raise error(f"{_name(path)}: {cause}") from None
+    return Header(tensors, (status.st_mtime_ns, status.st_size))
+
+
+def read_tensor(file: BinaryIO, tensor: StoredTensor, out: Array) -> None:
+    """Read `tensor` into `out` (any float dtype, contiguous, as many elements), 1 Mi elements at a time.
+
+    Raises ValueError when the file ends early, or when a number is not finite in out's dtype.
+    """
+    flat = out.reshape(-1)
+    assert np.shares_memory(flat, out) or not out.size, "out must be contiguous, or a copy would be filled"
+    file.seek(tensor.offset)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        numbers = np.fromfile(file, FLOAT_TYPES[tensor.dtype], part.size)
+        if numbers.size != part.size:
+            raise ValueError("the file ends inside its data")
+        with np.errstate(over="ignore", invalid="ignore"):
+            part[...] = numbers
+        if not np.isfinite(part).all():
+            raise ValueError(f"NaN or infinity (stored as {tensor.dtype}, wanted as {part.dtype})")
+
+
+def _name(path: Path) -> str:
+    """The last two parts of a path, for messages."""
+    return show("/".join(path.parts[-2:]))
+
+
+def _stored(name: str, entry: object, data_start: int) -> StoredTensor:
+    """One checked entry of a header. Raises ValueError."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"tensor {show(name)} has no description")
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {show(name)} is of unknown type {show(dtype)}")
+    if not _whole_numbers(shape) or not _whole_numbers(span) or len(span) != 2:
+        raise ValueError(f"tensor {show(name)} has shape {show(shape)} at {show(span)}; whole numbers are needed")
+    nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+    if span[1] - span[0] != nbytes:
+        raise ValueError(f"tensor {show(name)} of shape {show(shape)} takes {show(nbytes)} bytes, not {show(span)}")
+    return StoredTensor(dtype, tuple(shape), data_start + span[0], nbytes)
+
+
+def _whole_numbers(value: object) -> TypeGuard[list[int]]:
+    """Whether a JSON value is a short list of whole numbers from 0."""
+    return isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in value)
+
+
+def _check_tiling(tensors: dict[str, StoredTensor], start: int, end: int) -> None:
+    """The regions follow each other from `start` to `end`: no hole, no overlap (a name given twice leaves a hole)."""
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.offset != start:
+            raise ValueError(f"tensor data at byte {tensor.offset}, expected at {start}; damaged")
+        start += tensor.nbytes
+    if start != end:
+        raise ValueError(f"{end - start} bytes too {'many' if end > start else 'few'}; truncated or damaged")
