@@ -1,0 +1,82 @@
+"""EngineConfig: how the engine runs a model. Options of scheduling carry the paper's name where the paper has one.
+
+It says nothing about the model and reads no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slora_ref.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Args:
+        device: where the model runs; this version has the CPU.
+        dtype: of weights, activations and pool.
+        pool_pages: pages of the pool; None: as many as fit in pool_bytes.
+        pool_bytes: size of the pool where pool_pages is None.
+        max_running: most sequences in a step.
+        max_batched_tokens: most rows in a step.
+        max_length: longest prompt + output in tokens; None: the model's max_position_embeddings.
+        max_adapters: most adapters resident at once (slots of the table); the pages are the other limit.
+        admission: "max_tokens" reserves the peak that the running requests can reach and never preempts; "expected"
+            assumes the mean finished length and preempts the newest sequence when the pool is full.
+        chunked_prefill: cut long prompts so that running sequences keep decoding.
+        separate_prefill: the paper's mode: a step is either prefill of new requests or decode.
+        join_every: new requests join at every join_every-th step (the original: 10).
+        host_bytes: most bytes of adapter weights kept in host memory; beyond it they are read from their folders again.
+        eviction: "lru" keeps idle adapters until pages are wanted, "eager" (the paper) drops them at once.
+        seed: of requests that bring no seed of their own.
+        poison: fill free pages with NaN (tests).
+        page_order_seed: hand out pages in a random order (tests).
+    """
+
+    device: Literal["cpu"] = "cpu"
+    dtype: str = "float32"
+    pool_pages: int | None = None
+    pool_bytes: int = 256 << 20
+    max_running: int = 128
+    max_batched_tokens: int = 512
+    max_length: int | None = None
+    max_adapters: int = 1024
+    admission: Literal["max_tokens", "expected"] = "max_tokens"
+    chunked_prefill: bool = True
+    separate_prefill: bool = False
+    join_every: int = 1
+    host_bytes: int = 1 << 30
+    eviction: Literal["lru", "eager"] = "lru"
+    seed: int = 0
+    poison: bool = False
+    page_order_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses, with the numbers, what cannot run."""
+        self._check_choice("device", self.device, ("cpu",))
+        self._check_choice("dtype", self.dtype, ("float32", "float64"))
+        self._check_choice("admission", self.admission, ("max_tokens", "expected"))
+        self._check_choice("eviction", self.eviction, ("lru", "eager"))
+        for name in ("max_running", "max_batched_tokens", "max_adapters", "join_every", "pool_bytes", "host_bytes"):
+            self._check_positive(name, getattr(self, name))
+        for name in ("pool_pages", "max_length"):
+            if getattr(self, name) is not None:
+                self._check_positive(name, getattr(self, name))
+        if self.max_batched_tokens <= self.max_running:
+            raise ConfigError(
+                f"max_batched_tokens {self.max_batched_tokens} must be above max_running {self.max_running}: every "
+                "running sequence decodes one token a step, and a prompt must still get on"
+            )
+
+    @staticmethod
+    def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise ConfigError(f"{name} is {value!r}; it can be {' or '.join(choices)}")
+
+    @staticmethod
+    def _check_positive(name: str, value: int) -> None:
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")

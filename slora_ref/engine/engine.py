@@ -1,0 +1,151 @@
+"""Engine: the public face. Register adapters, add requests, step; or have a list of prompts served to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from slora_ref.config import EngineConfig
+from slora_ref.engine.build import build_parts
+from slora_ref.engine.inputs import Prompt, make_request, one_for_each, seed_of
+from slora_ref.engine.live import Live
+from slora_ref.engine.loop import EngineLoop
+from slora_ref.engine.outputs import Completion, RequestOutput
+from slora_ref.policy import Policy
+from slora_ref.request import BASE_MODEL, FinishReason, SamplingParams, Sequence
+from slora_ref.text import TextStream
+
+DEFAULTS = EngineConfig()
+GREEDY = SamplingParams()
+
+
+class Engine(EngineLoop):
+    """Serves requests for many adapters of one base model. Its parts are those of EngineLoop."""
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, config: EngineConfig = DEFAULTS, policy: Policy | None = None
+    ) -> Engine:
+        """The usual engine for a checkpoint folder.
+
+        Raises:
+            CheckpointError, UnsupportedModel, TokenizerError: the folder is damaged or asks for what is not
+            implemented. ConfigError: the options cannot work for this model.
+        """
+        return cls(*build_parts(Path(folder), config, policy))
+
+    # --- adapters ---
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that requests can use."""
+        return self.store.names
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Registers a PEFT folder under a name; its weights are read when first wanted.
+
+        Raises:
+            AdapterError, UnsupportedAdapter: nothing changed.
+        """
+        self.store.add(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes the name away at once; requests that already use it end in peace, then its pages are freed.
+
+        Raises:
+            UnknownAdapter: there is no such name.
+        """
+        self._forget_if_unused(self.store.remove(name).adapter_id)
+
+    # --- requests ---
+
+    def add_request(self, prompt: Prompt, params: SamplingParams = GREEDY, adapter: str | None = None) -> int:
+        """Puts a request into the queue and returns its id.
+
+        Args:
+            prompt: text (needs a tokenizer) or token ids.
+            adapter: a registered name; None: the base model.
+
+        Raises:
+            UnknownAdapter, RequestError: refused; nothing changed.
+        """
+        version = None if adapter is None else self.store.lookup(adapter)
+        arrival, longest = self.clock.now(), self.pool.max_positions
+        request = make_request(prompt, params, adapter, arrival, self.model_config, self.tokenizer, longest)
+        number = self._next_number
+        adapter_id = BASE_MODEL if version is None else version.adapter_id
+        sequence = Sequence(number, request, adapter_id, seed_of(params, self.scheduler.config.seed, number))
+        self.scheduler.add(sequence)
+        if version is not None:
+            self.store.acquire(version)
+        stream = None if self.tokenizer is None else TextStream(self.tokenizer, list(request.prompt_ids), params.stop)
+        self._live[number] = Live(sequence, stream)
+        self._next_number += 1
+        return number
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request in whatever state it is; what it held is free at once. False if it has already ended."""
+        if request_id in self._live:
+            self._finish(self._live[request_id], FinishReason.ABORT)
+            return True
+        return False
+
+    def generate(
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] = GREEDY,
+        adapters: str | Seq[str | None] | None = None,
+    ) -> list[Completion]:
+        """Serves a list of prompts together, to the end; completions in the order of the prompts.
+
+        Args:
+            params, adapters: one for all, or one for each prompt.
+
+        Raises:
+            UnknownAdapter, RequestError: one of them is refused; then none is served.
+        """
+        count = len(prompts)
+        each = zip(
+            prompts, one_for_each(params, count, "params"), one_for_each(adapters, count, "adapters"), strict=True
+        )
+        ids: list[int] = []
+        try:
+            ids.extend(self.add_request(prompt, how, adapter) for prompt, how, adapter in each)
+        except BaseException:
+            self._withdraw(ids)
+            raise
+        done: dict[int, Completion] = {}
+        for news in self._follow(set(ids)):
+            if news.completion is not None:
+                done[news.request_id] = news.completion
+        return [done[request_id] for request_id in ids]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
+        """Serves one prompt and yields its pieces as they come; leaving the loop early aborts it."""
+        request_id = self.add_request(prompt, params, adapter)
+        try:
+            yield from self._follow({request_id})
+        finally:
+            self._withdraw([request_id])
+
+    def _withdraw(self, ids: Seq[int]) -> None:
+        """Ends requests and their news without a trace."""
+        for request_id in ids:
+            self.abort(request_id)
+        self._news = [news for news in self._news if news.request_id not in ids]
+
+    def _follow(self, ids: set[int]) -> Iterator[RequestOutput]:
+        """Steps until these requests have ended and yields their news; that of other requests is kept for `step`."""
+        others: list[RequestOutput] = []
+        try:
+            while ids & self._live.keys() or any(news.request_id in ids for news in self._news):
+                for news in self.step():
+                    if news.request_id in ids:
+                        yield news
+                    else:
+                        others.append(news)
+        finally:
+            self._news = others + self._news

@@ -1,0 +1,80 @@
+"""Live: one request inside the engine, from its tokens to its text. What goes wrong here is its own business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slora_ref.engine.outputs import Completion
+from slora_ref.request import FinishReason, Sequence
+from slora_ref.sampler import log_probabilities
+from slora_ref.shapes import Array, Float
+from slora_ref.step import Work
+from slora_ref.text import TextStream
+
+
+@dataclass
+class Live:
+    """A request that has not ended.
+
+    Args:
+        sequence: its tokens.
+        stream: decodes them; None without a tokenizer.
+        text: the pieces given out so far.
+    """
+
+    sequence: Sequence
+    stream: TextStream | None
+    text: list[str] = field(default_factory=list)
+
+    def keep_logits(self, work: Work, logits: Float[Array, "logits vocab"]) -> None:
+        """Stores the logits of the positions that are new; after a preemption some are computed again."""
+        if self.sequence.request.params.keep_logits:
+            self.sequence.logits += list(logits[len(self.sequence.logits) - work.start :])
+
+    def take(self, token: int, logits: Float[Array, " vocab"], end_tokens: tuple[int, ...]) -> FinishReason | None:
+        """Appends a generated token and its text.
+
+        Args:
+            logits: [vocab] that the token was chosen from.
+            end_tokens: of the model.
+
+        Returns:
+            Why the request is done now, or None.
+        """
+        sequence, params = self.sequence, self.sequence.request.params
+        if params.logprobs is not None:
+            sequence.logprobs.append(log_probabilities(logits, token, params.logprobs))
+        sequence.tokens.append(token)
+        if self.stream is not None:
+            self.text.append(self.stream.push(token))
+        if token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos):
+            return FinishReason.STOP
+        if self.stream is not None and self.stream.stopped:
+            return FinishReason.STOP
+        return None if sequence.tokens_left else FinishReason.LENGTH
+
+    def flush(self) -> str:
+        """The text that was held back; the request has ended."""
+        rest = "" if self.stream is None else self.stream.flush()
+        self.text.append(rest)
+        return rest
+
+    def completion(self) -> Completion:
+        """The whole of the request, after its sequence has finished."""
+        sequence = self.sequence
+        assert sequence.finish_reason is not None and sequence.finished_at is not None, sequence.number
+        return Completion(
+            request_id=sequence.number,
+            adapter=sequence.request.adapter,
+            prompt_ids=sequence.request.prompt_ids,
+            text="".join(self.text),
+            token_ids=tuple(sequence.output_ids),
+            finish_reason=sequence.finish_reason,
+            error=sequence.error,
+            logprobs=tuple(sequence.logprobs),
+            logits=tuple(sequence.logits),
+            arrival=sequence.request.arrival,
+            first_token_at=sequence.first_token_at,
+            finished_at=sequence.finished_at,
+            preemptions=sequence.preemptions,
+        )

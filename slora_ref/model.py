@@ -1,0 +1,96 @@
+"""LlamaModel: the forward pass over one batch, y = xW + s (xA) B at every target (paper section 4, equation 2).
+
+The base product and the adapter's are computed side by side, never merged, so rows of many adapters share one batch.
+Keys, values, A and B are read from the pool's pages. It knows batches and pages, but no requests and no sampling.
+"""
+
+from __future__ import annotations
+
+from slora_ref.batch import Batch
+from slora_ref.checkpoint import LayerWeights, ModelWeights
+from slora_ref.config import ModelConfig
+from slora_ref.ops.numpy_ops import NumpyOps
+from slora_ref.ops.tables import DOWN, GATE_UP, QKV, LoraGroup, O
+from slora_ref.pager import PagePool
+from slora_ref.rope import rope_table
+from slora_ref.shapes import Array, Float
+
+
+class LlamaModel:
+    """A base model whose rows may each have an adapter.
+
+    Args:
+        config, weights: of the base model.
+        ops: the backend that computes.
+        pool: keys, values and adapters.
+        max_positions: the longest sequence, in tokens.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, ops: NumpyOps, pool: PagePool, max_positions: int
+    ) -> None:
+        self.config, self.weights, self.ops, self.pool = config, weights, ops, pool
+        cos, sin = rope_table(config, max_positions)
+        self._cos, self._sin = cos.astype(ops.dtype), sin.astype(ops.dtype)
+
+    def forward(self, batch: Batch) -> Float[Array, "logits vocab"]:
+        """Runs one step: stores the rows' keys and values, returns the logits of `batch.logit_rows`.
+
+        About 2 FLOPs a row for each weight; memory traffic is the weights once, plus each adapter and each context
+        once.
+        """
+        config, ops = self.config, self.ops
+        x = ops.embed(self.weights.embed, batch.token_ids)
+        for layer, weights in enumerate(self.weights.layers):
+            x = x + self._attention(ops.rms_norm(x, weights.input_norm, config.rms_norm_eps), batch, layer, weights)
+            x = x + self._feed_forward(ops.rms_norm(x, weights.post_norm, config.rms_norm_eps), batch, layer, weights)
+        x = ops.rms_norm(x[batch.logit_rows], self.weights.norm, config.rms_norm_eps)
+        return ops.linear(x, self.weights.lm_head)[:, : config.vocab_size]  # rows of padding are no tokens
+
+    def _attention(
+        self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
+    ) -> Float[Array, "rows hidden"]:
+        config, ops, pages = self.config, self.ops, self.pool.storage[layer]
+        qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
+        self._add_lora(qkv, x, batch, layer, QKV, (config.q_width, config.kv_width, config.kv_width))
+        q, k, v = self._split_heads(qkv)
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        k = ops.rope(k, cos, sin)
+        ops.store(pages, k.reshape(len(k), -1), v.reshape(len(v), -1), batch.k_pages, batch.v_pages)
+        mixed = ops.attention(ops.rope(q, cos, sin), pages, self.pool.sequence_pages, batch.spans)
+        out = ops.linear(mixed, weights.o, weights.o_bias)
+        self._add_lora(out, mixed, batch, layer, O, (config.hidden_size,))
+        return out
+
+    def _split_heads(self, qkv: Float[Array, "rows qkv_width"]) -> list[Float[Array, "rows _ head_dim"]]:
+        """[rows, q | k | v] as three views [rows, heads, head_dim]."""
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        by_head = qkv.reshape(len(qkv), sum(heads), config.head_dim)
+        ends = (heads[0], heads[0] + heads[1], sum(heads))
+        return [by_head[:, end - count : end] for end, count in zip(ends, heads, strict=True)]
+
+    def _feed_forward(
+        self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
+    ) -> Float[Array, "rows hidden"]:
+        ops, ffn = self.ops, self.config.intermediate_size
+        gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)
+        self._add_lora(gate_up, x, batch, layer, GATE_UP, (ffn, ffn))
+        inner = ops.silu_mul(gate_up)
+        out = ops.linear(inner, weights.down, weights.down_bias)
+        self._add_lora(out, inner, batch, layer, DOWN, (self.config.hidden_size,))
+        return out
+
+    def _add_lora(
+        self,
+        y: Float[Array, "rows d_outs"],
+        x: Float[Array, "rows d_in"],
+        batch: Batch,
+        layer: int,
+        group: LoraGroup,
+        d_outs: tuple[int, ...],
+    ) -> None:
+        """y += s (xA) B for the targets of a group, in place."""
+        tables, pages = self.pool.adapters, self.pool.storage[layer]
+        t = self.ops.lora_shrink(x, pages, tables, batch.segments, group)
+        self.ops.lora_expand(y, t, pages, tables, batch.segments, group, layer, d_outs)

@@ -1,0 +1,202 @@
+"""NumpyOps: every operation of the model in NumPy, the readable specification and the CPU path.
+
+Loops run over adapters and sequences only, never over tokens or heads. Products go to the BLAS that NumPy brings.
+Arrays are [rows, ...]: one row a token. Reductions and products are in the dtype of the arrays (float32, or float64 as
+an oracle).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments, Spans
+from slora_ref.shapes import Array, Float, Int
+
+
+class NumpyOps:
+    """The CPU backend. Stateless but for its dtype."""
+
+    def __init__(self, dtype: Any = np.float32) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
+        """The embedding rows of `ids`."""
+        rows: Float[Array, "rows hidden"] = weight[ids]
+        return rows
+
+    def linear(
+        self,
+        x: Float[Array, "rows d_in"],
+        weight: Float[Array, "d_out d_in"],
+        bias: Float[Array, " d_out"] | None = None,
+    ) -> Float[Array, "rows d_out"]:
+        """y = x W^T + bias, with W as checkpoints store it. 2 * rows * d_in * d_out FLOPs."""
+        y: Float[Array, "rows d_out"] = x @ weight.T
+        return y if bias is None else y + bias
+
+    def rms_norm(
+        self, x: Float[Array, "rows hidden"], weight: Float[Array, " hidden"], eps: float
+    ) -> Float[Array, "rows hidden"]:
+        """x / sqrt(mean(x^2) + eps) * weight, a row at a time (Zhang and Sennrich 2019)."""
+        mean_square = np.einsum("rh,rh->r", x, x) / x.shape[1]
+        scale = 1.0 / np.sqrt(mean_square + eps)
+        return x * scale[:, None].astype(x.dtype) * weight
+
+    def silu_mul(self, gate_up: Float[Array, "rows two_ffn"]) -> Float[Array, "rows ffn"]:
+        """silu(gate) * up, where the row holds gate, then up."""
+        gate, up = np.split(gate_up, 2, axis=1)
+        # exp(-gate) may overflow to inf for a very negative gate; 1 / inf = 0 is the right limit.
+        with np.errstate(over="ignore"):
+            return gate / (1 + np.exp(-gate)) * up
+
+    def lora_shrink(
+        self,
+        x: Float[Array, "rows d_in"],
+        pages: Float[Array, "pages width"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+    ) -> Float[Array, "rows t_width"]:
+        """t = x A for every target of a group, at each segment's own rank (MBGMV / MBGMM, paper section 5.2).
+
+        The As of a group are neighbours in the page table, so one gather and one product make the intermediates of,
+        say, q, k and v side by side. A layer whose rank is below the adapter's page rank has zeros in the columns
+        beyond.
+
+        Args:
+            x: [rows, d_in] input of the group's projections.
+            pages: [pages, width] the pool's storage of this layer.
+
+        Returns:
+            [rows, t_width] t, target after target; what lies beyond a segment's own columns is unspecified.
+        """
+        targets = list(group.targets)
+        t_width = int(tables.page_rank[:, targets].sum(axis=1).max(initial=0))
+        t = np.empty((x.shape[0], t_width), self.dtype)
+        for slot, start, length in zip(*_lists(segments.adapter, segments.start, segments.length), strict=True):
+            columns = int(tables.page_rank[slot, targets].sum()) if slot >= 0 else 0
+            if columns and length:
+                a = _gather(pages, tables.pages[slot], tables.a_start[slot, targets[0]], columns, x.shape[1])
+                np.matmul(x[start : start + length], a.T, out=t[start : start + length, :columns])
+        return t
+
+    def lora_expand(
+        self,
+        y: Float[Array, "rows d_outs"],
+        t: Float[Array, "rows t_width"],
+        pages: Float[Array, "pages width"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+        layer: int,
+        d_outs: tuple[int, ...],
+    ) -> None:
+        """y += scale * t B for every target of a group, in place. Rows of the base model (adapter -1) stay untouched.
+
+        Args:
+            y: [rows, sum of d_outs] outputs of the group's targets side by side.
+            t: what lora_shrink returned for the same group.
+            pages: [pages, width] the pool's storage of this layer.
+            d_outs: output width of each target of the group.
+        """
+        for slot, start, length in zip(*_lists(segments.adapter, segments.start, segments.length), strict=True):
+            if slot < 0 or not length:
+                continue
+            rows = slice(start, start + length)
+            t_column = y_column = 0
+            for target, d_out in zip(group.targets, d_outs, strict=True):
+                rank = int(tables.rank[slot, layer, target])
+                if rank:
+                    b = _gather(pages, tables.pages[slot], tables.b_start[slot, target], rank, d_out)
+                    delta = t[rows, t_column : t_column + rank] @ b
+                    y[rows, y_column : y_column + d_out] += tables.scale[slot, layer, target] * delta
+                t_column += int(tables.page_rank[slot, target])
+                y_column += d_out
+
+    def rope(
+        self, x: Float[Array, "rows heads head_dim"], cos: Float[Array, "rows half"], sin: Float[Array, "rows half"]
+    ) -> Float[Array, "rows heads head_dim"]:
+        """Rotates each head's pairs (i, i + head_dim / 2) by the row's angles (RoFormer, in HF Llama's layout)."""
+        low, high = np.split(x, 2, axis=2)
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
+
+    def store(
+        self,
+        pages: Float[Array, "pages width"],
+        k: Float[Array, "rows width"],
+        v: Float[Array, "rows width"],
+        k_pages: Int[Array, " rows"],
+        v_pages: Int[Array, " rows"],
+    ) -> None:
+        """Writes each row's key and value into its two pages; page -1 means do not store (a padding row)."""
+        kept = k_pages >= 0
+        pages[k_pages[kept]] = k[kept]
+        pages[v_pages[kept]] = v[kept]
+
+    def attention(
+        self,
+        q: Float[Array, "rows heads head_dim"],
+        pages: Float[Array, "pages width"],
+        sequence_pages: Int[Array, "sequence_slots two positions"],
+        spans: Spans,
+    ) -> Float[Array, "rows q_width"]:
+        """Causal attention of each row over the pages of its own sequence; prefill and decode are the same formula.
+
+        softmax(q K^T / sqrt(head_dim)) V, where heads / kv_heads query heads share a key head (grouped-query
+        attention).
+
+        Args:
+            q: [rows, heads, head_dim] rotated queries.
+            pages: [pages, width] this layer's storage; width = kv_heads * head_dim; this step's keys are already
+                stored.
+            sequence_pages: [sequence_slots, 2, positions] the pages of keys (0) and values (1).
+        """
+        rows, heads, head_dim = q.shape
+        out = np.empty((rows, heads * head_dim), self.dtype)
+        kv_heads = pages.shape[1] // head_dim
+        for slot, start, length, context in zip(
+            *_lists(spans.slot, spans.start, spans.length, spans.context), strict=True
+        ):
+            if length:
+                keys, values = pages[sequence_pages[slot, :, :context]].reshape(2, context, kv_heads, head_dim)
+                out[start : start + length] = _attend(q[start : start + length], keys, values)
+        return out
+
+
+def _attend(
+    q: Float[Array, "length heads head_dim"],
+    keys: Float[Array, "context kv_heads head_dim"],
+    values: Float[Array, "context kv_heads head_dim"],
+) -> Float[Array, "length q_width"]:
+    """Attention of the last `length` tokens of a sequence over all its `context` tokens; heads are a batch axis."""
+    length, heads, head_dim = q.shape
+    context, kv_heads, _ = keys.shape
+    grouped = q.reshape(length, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
+    scores = (grouped * head_dim**-0.5).reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2, 0)
+    scores = scores.reshape(kv_heads, heads // kv_heads, length, context)
+    if length > 1:
+        future = np.arange(context) > np.arange(context - length, context)[:, None]
+        scores[..., future] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)  # every row sees at least itself, so the maximum is finite
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    mixed = scores.reshape(kv_heads, -1, context) @ values.transpose(1, 0, 2)
+    return mixed.reshape(kv_heads, heads // kv_heads, length, head_dim).transpose(2, 0, 1, 3).reshape(length, -1)
+
+
+def _gather(
+    pages: Float[Array, "pages width"], table: Int[Array, " table"], start: int, vectors: int, size: int
+) -> Float[Array, "vectors size"]:
+    """Reads `vectors` vectors of `size` numbers, each cut over ceil(size / width) pages, from scattered pages."""
+    pieces = -(-size // pages.shape[1])
+    ids = table[start : start + vectors * pieces]
+    whole: Float[Array, "vectors padded"] = pages[ids].reshape(vectors, -1)
+    return whole[:, :size]
+
+
+def _lists(*arrays: Int[Array, " n"]) -> list[list[int]]:
+    """Index arrays as Python lists: a loop over them is several times quicker."""
+    return [array.tolist() for array in arrays]

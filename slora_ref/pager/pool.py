@@ -1,0 +1,251 @@
+"""PagePool: keys, values and adapter weights in one storage, from one free list (Unified Paging, paper section 5.1).
+
+The pool owns the storage, the allocator and the page tables. It knows who owns a page, not why: which adapter to keep
+and which sequence to run is the scheduler's and the prefetcher's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slora_ref.allocator import PageAllocator
+from slora_ref.errors import PageError
+from slora_ref.ops.tables import AdapterTables
+from slora_ref.pager.layout import PAGES_PER_TOKEN, AdapterShape, PageLayout
+from slora_ref.shapes import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class PoolUsage:
+    """Pages by kind at one moment."""
+
+    kv: int
+    adapter: int
+    free: int
+
+
+class PagePool:
+    """One storage [layers, pages, width] for sequences and adapters.
+
+    Args:
+        layout: page arithmetic of the model.
+        num_pages: pages of the pool; each is one row of `width` numbers in every layer.
+        max_sequences: sequence slots, the most sequences that hold pages at once.
+        max_positions: the longest a sequence can get, in tokens.
+        max_adapters: adapter slots, the most adapters that are resident at once.
+        dtype: of the storage; None: no storage at all, for a simulation that only counts pages.
+        poison: fill free pages with NaN, so that a read of a stale or unwritten page shows (tests).
+        shuffle_seed: hand out pages in a random order (tests).
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        max_sequences: int,
+        max_positions: int,
+        max_adapters: int,
+        dtype: Any | None = np.float32,
+        poison: bool = False,
+        shuffle_seed: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.allocator = PageAllocator(num_pages, shuffle_seed)
+        self.poison = poison and dtype is not None
+        self.storage = self._new_storage(layout, num_pages, dtype)
+        self.sequence_pages = np.full((max_sequences, PAGES_PER_TOKEN, max_positions), -1, np.int32)
+        self.lengths = np.zeros(max_sequences, np.int64)  # tokens of each sequence slot that have pages
+        self.adapters = AdapterTables.empty(max_adapters, layout.num_layers, table=0)
+        self._free_sequence_slots = list(range(max_sequences - 1, -1, -1))
+        self._free_adapter_slots = list(range(max_adapters - 1, -1, -1))
+        self._adapter_slots: dict[int, int] = {}  # adapter id -> slot
+        self._adapter_pages: dict[int, Int[Array, " pages"]] = {}  # adapter id -> its pages, in table order
+        self._kv_pages = 0
+
+    def _new_storage(self, layout: PageLayout, num_pages: int, dtype: Any | None) -> Float[Array, "layers pages width"]:
+        if dtype is None:
+            return np.empty((layout.num_layers, 0, layout.width), np.float32)
+        stride = layout.row_stride(np.dtype(dtype).itemsize)
+        storage = np.empty((layout.num_layers, num_pages, stride), dtype)
+        if self.poison:
+            storage.fill(np.nan)
+        return storage[:, :, : layout.width]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.allocator.num_pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the numbers in one page, over all layers."""
+        return self.layout.num_layers * self.layout.width * self.storage.itemsize
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody owns."""
+        return self.allocator.free_pages
+
+    @property
+    def free_adapter_slots(self) -> int:
+        """How many more adapters could be resident if pages were no limit."""
+        return len(self._free_adapter_slots)
+
+    @property
+    def max_adapters(self) -> int:
+        """Adapter slots in all."""
+        return len(self._free_adapter_slots) + len(self._adapter_slots)
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequence slots in all."""
+        return len(self.lengths)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest a sequence can get, in tokens; the last of them takes no pages."""
+        return int(self.sequence_pages.shape[2])
+
+    def usage(self) -> PoolUsage:
+        """Pages by kind."""
+        adapter = self.allocator.used_pages - self._kv_pages
+        return PoolUsage(kv=self._kv_pages, adapter=adapter, free=self.allocator.free_pages)
+
+    # --- sequences ---
+
+    def open_sequence(self) -> int:
+        """A sequence slot that holds no pages yet.
+
+        Raises:
+            PageError: all slots are taken; the scheduler admits at most max_sequences.
+        """
+        if not self._free_sequence_slots:
+            raise PageError(f"all {self.max_sequences} sequence slots are taken")
+        return self._free_sequence_slots.pop()
+
+    def extend(
+        self, slots: Int[Array, " rows"], positions: Int[Array, " rows"]
+    ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+        """Gives each row (a new token of a sequence) its two pages: one allocation for a whole step.
+
+        Args:
+            slots: [rows] sequence slot of each row.
+            positions: [rows] token position of each row; a sequence's rows continue where it ends.
+
+        Returns:
+            [rows] page of the key, [rows] page of the value; also entered in the sequences' tables.
+
+        Raises:
+            OutOfPages: nothing was allocated, no table changed.
+        """
+        rows = len(slots)
+        pages = self.allocator.allocate(PAGES_PER_TOKEN * rows)
+        k_pages, v_pages = pages[:rows], pages[rows:]
+        self.sequence_pages[slots, 0, positions] = k_pages
+        self.sequence_pages[slots, 1, positions] = v_pages
+        self.lengths += np.bincount(slots, minlength=self.max_sequences)
+        self._kv_pages += len(pages)
+        return k_pages, v_pages
+
+    def close_sequence(self, slot: int) -> None:
+        """Frees all pages of a sequence and its slot."""
+        if slot in self._free_sequence_slots:
+            raise PageError(f"sequence slot {slot} closed twice")
+        self.clear_sequence(slot)
+        self._free_sequence_slots.append(slot)
+
+    def clear_sequence(self, slot: int) -> None:
+        """Frees all pages of a sequence; the slot stays open and empty."""
+        length = int(self.lengths[slot])
+        pages = self.sequence_pages[slot, :, :length].ravel()
+        self._release(pages)
+        self._kv_pages -= len(pages)
+        self.sequence_pages[slot, :, :length] = -1
+        self.lengths[slot] = 0
+
+    # --- adapters ---
+
+    def adapter_slot(self, adapter_id: int) -> int:
+        """The slot of a resident adapter; -1 for the base model (adapter_id -1)."""
+        return -1 if adapter_id < 0 else self._adapter_slots[adapter_id]
+
+    def open_adapter(self, adapter_id: int, shape: AdapterShape) -> Int[Array, " pages"]:
+        """Allocates the pages of an adapter and enters it in the tables; its weights are written by write_adapter.
+
+        Args:
+            adapter_id: unique number of this version of the adapter (never a name: a reloaded name is another number).
+
+        Returns:
+            [pages] its pages, in table order.
+
+        Raises:
+            OutOfPages: nothing was allocated. PageError: no adapter slot is free, or the adapter already has pages.
+        """
+        if adapter_id in self._adapter_slots:
+            raise PageError(f"adapter {adapter_id} already has pages")
+        if not self._free_adapter_slots:
+            raise PageError(f"all {self.max_adapters} adapter slots are taken")
+        page_ranks = shape.page_ranks
+        pages = self.allocator.allocate(self.layout.adapter_pages(page_ranks))
+        slot = self._free_adapter_slots.pop()
+        self._widen_tables(len(pages))
+        tables = self.adapters
+        tables.pages[slot, : len(pages)] = pages
+        tables.a_start[slot], tables.b_start[slot] = self.layout.starts(page_ranks)
+        tables.page_rank[slot], tables.rank[slot], tables.scale[slot] = page_ranks, shape.ranks, shape.scales
+        self._adapter_slots[adapter_id], self._adapter_pages[adapter_id] = slot, pages
+        return pages
+
+    def _widen_tables(self, entries: int) -> None:
+        """Makes room for an adapter of more pages than any before it."""
+        wide = self.adapters.pages
+        if entries > wide.shape[1]:
+            self.adapters.pages = np.full((len(wide), entries), -1, np.int32)
+            self.adapters.pages[:, : wide.shape[1]] = wide
+
+    def write_adapter(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
+        """Scatters an adapter's page image into its pages, whole pages: beyond d_in or d_out the image has zeros."""
+        self.storage[:, self._adapter_pages[adapter_id]] = image
+
+    def close_adapter(self, adapter_id: int) -> None:
+        """Frees the pages and the slot of an adapter."""
+        slot = self._adapter_slots.pop(adapter_id)
+        self._release(self._adapter_pages.pop(adapter_id))
+        tables = self.adapters
+        tables.pages[slot] = -1
+        for table in (tables.page_rank, tables.rank, tables.scale):
+            table[slot] = 0
+        self._free_adapter_slots.append(slot)
+
+    def _release(self, pages: Int[Array, " pages"]) -> None:
+        self.allocator.free(pages)
+        if self.poison:
+            self.storage[:, pages] = np.nan
+
+    # --- invariants ---
+
+    def check(self) -> None:
+        """Asserts that free, key/value and adapter pages partition the pool, as the tables say. For tests."""
+        self.allocator.check()
+        owned = [self.sequence_pages[slot, :, :n].ravel() for slot, n in enumerate(self.lengths.tolist()) if n]
+        assert sum(map(len, owned)) == self._kv_pages, "the count of key and value pages drifted"
+        for slot in self._free_sequence_slots:
+            assert self.lengths[slot] == 0 and (self.sequence_pages[slot] == -1).all(), (
+                f"closed slot {slot} holds pages"
+            )
+        for adapter_id, slot in self._adapter_slots.items():
+            pages = self._adapter_pages[adapter_id]
+            assert (self.adapters.pages[slot, : len(pages)] == pages).all(), f"table of adapter {adapter_id} drifted"
+            owned.append(pages)
+        ids = np.concatenate([np.zeros(0, np.int32), *owned])
+        assert len(np.unique(ids)) == len(ids), "a page has two owners"
+        assert len(ids) == self.allocator.used_pages, (len(ids), self.allocator.used_pages)
+        slots = sorted(self._free_adapter_slots + list(self._adapter_slots.values()))
+        assert slots == list(range(self.max_adapters)), "an adapter slot is lost or used twice"
+        if self.poison:
+            is_free = np.ones(self.num_pages, np.bool_)
+            is_free[ids] = False
+            assert np.isnan(self.storage[:, is_free]).all(), "a free page was written"

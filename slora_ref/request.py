@@ -1,0 +1,156 @@
+"""Request, SamplingParams, Sequence: what somebody asked for, and how far it has got.
+
+A Request never changes. A Sequence is a request in the system: its tokens, how many of them have keys and values in
+pages, and how it ended. Neither knows pages, arrays or text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from slora_ref.errors import RequestError
+
+BASE_MODEL = -1
+"""The adapter id of a request that uses no adapter: its rows are untouched by LoRA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and meanings are vLLM's and transformers'.
+
+    Args:
+        max_tokens: most tokens to generate.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: then keep the smallest set of likeliest tokens whose probabilities reach top_p.
+        min_p: then keep tokens at least min_p times as likely as the likeliest.
+        seed: of this request's noise; None: drawn by the engine.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, like the model's own end tokens.
+        ignore_eos: the model's end tokens do not end the text.
+        logprobs: for each generated token also the log-probabilities of this many likeliest tokens; None: none at all.
+        keep_logits: keep the logits of every position, prompt included (Sequence.logits).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RequestError that names the parameter and the values it can have."""
+        finite = math.isfinite(self.temperature)
+        self._require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        self._require(finite and self.temperature >= 0, "temperature", "a finite number, 0 (greedy) or above")
+        self._require(self.top_k >= 0, "top_k", "0 (all) or above")
+        self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        self._require(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        self._require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "from 0 to 2^64 - 1")
+        self._require(not isinstance(self.stop, str), "stop", "a tuple of strings, not one string")
+        self._require(all(self.stop), "stop", "strings that are not empty")
+        self._require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or above, or None")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise RequestError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt for one adapter.
+
+    Args:
+        prompt_ids: at least one token.
+        params: how to sample and when to stop.
+        adapter: the name under which the adapter is registered; None: the base model.
+        arrival: seconds on the engine's clock.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    adapter: str | None = None
+    arrival: float = 0.0
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # by the client, or dropped by the policy
+    ERROR = "error"  # Sequence.error says what happened
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the system.
+
+    Args:
+        number: unique and ascending in order of arrival; also the request's id.
+        request: what was asked.
+        adapter_id: the version of the adapter that this request is bound to, or BASE_MODEL.
+        seed: of its sampling noise.
+        tokens: the prompt, then what was generated.
+        computed: how many of the tokens have keys and values in pages.
+        slot: sequence slot in the pool while running.
+    """
+
+    number: int
+    request: Request
+    adapter_id: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    slot: int | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    preemptions: int = 0
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    waited_for_adapter: bool = False
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)  # with keep_logits: one [vocab] array a position
+
+    def __post_init__(self) -> None:
+        """A new sequence starts with its prompt."""
+        self.tokens = self.tokens or list(self.request.prompt_ids)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens that wait for a step: 1 while decoding, more in prefill, all of them after a preemption."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens it may still generate."""
+        return self.prompt_length + self.request.params.max_tokens - len(self.tokens)
+
+    @property
+    def peak_tokens(self) -> int:
+        """Most tokens that ever have keys and values: the last token generated is never fed back."""
+        return self.prompt_length + self.request.params.max_tokens - 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.finish_reason is not None

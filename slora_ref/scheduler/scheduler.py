@@ -1,0 +1,241 @@
+"""Scheduler: who runs in the next step (iteration-level scheduling, paper section 4; admission after LightLLM).
+
+Each step it admits waiting requests in the policy's order while the pool can hold them to their ends, picks the rows to
+compute, and preempts when pages run out (which only `admission = "expected"` allows). It counts pages and tokens; it
+knows no arrays, no texts, no device.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from slora_ref.config import EngineConfig
+from slora_ref.errors import RequestError
+from slora_ref.pager import PagePool
+from slora_ref.policy import Policy
+from slora_ref.prefetch import Prefetcher
+from slora_ref.request import BASE_MODEL, FinishReason, Sequence
+from slora_ref.scheduler.forecast import Forecast
+from slora_ref.step import Step, Work
+
+
+class Scheduler:
+    """The queue of waiting requests and the set of running ones.
+
+    Args:
+        pool, prefetcher: asked how much room there is; told what to pin, load and free.
+        policy: orders the waiting requests.
+        config: limits and modes.
+    """
+
+    def __init__(self, pool: PagePool, prefetcher: Prefetcher, policy: Policy, config: EngineConfig) -> None:
+        self.pool, self.prefetcher, self.policy, self.config = pool, prefetcher, policy, config
+        self.waiting: list[Sequence] = []  # by number, so a preempted sequence stands where it arrived
+        self.running: list[Sequence] = []  # in order of admission
+        self.claimed: set[int] = set()  # adapters of waiting requests that have their place in the pool
+        self.forecast = Forecast(config)
+        self.preemptions = 0
+        self._steps_until_join = 0
+
+    # --- requests come and go ---
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a request into the queue.
+
+        Raises:
+            RequestError: it could never run, even alone; with the numbers and what would have to change.
+        """
+        needed = self._pages_alone(sequence)
+        if needed > self.pool.num_pages:
+            adapter = needed - self.pool.layout.token_pages(sequence.peak_tokens)
+            raise RequestError(
+                f"the request needs {needed} pages ({needed - adapter} for {sequence.peak_tokens} tokens, {adapter} "
+                f"for its adapter), the pool has {self.pool.num_pages}: shorten it or enlarge the pool"
+            )
+        if not self.config.chunked_prefill and sequence.peak_tokens > self.config.max_batched_tokens:
+            raise RequestError(
+                f"up to {sequence.peak_tokens} tokens may have to be computed in one step, max_batched_tokens is "
+                f"{self.config.max_batched_tokens}: raise it or allow chunked_prefill"
+            )
+        insort(self.waiting, sequence, key=lambda other: other.number)
+
+    def _pages_alone(self, sequence: Sequence) -> int:
+        pages = self.pool.layout.token_pages(sequence.peak_tokens)
+        return pages + (self.prefetcher.pages_of(sequence.adapter_id) if sequence.adapter_id != BASE_MODEL else 0)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
+        """Ends a sequence in whatever state it is and frees all that it held, exactly once."""
+        assert not sequence.finished, f"request {sequence.number} ended twice"
+        if sequence.slot is not None:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.finish_reason, sequence.error, sequence.finished_at = reason, error, now
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.forecast.observe(len(sequence.output_ids))
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None, sequence.number
+        self.pool.close_sequence(sequence.slot)
+        sequence.slot = None
+        if sequence.adapter_id != BASE_MODEL:
+            self.prefetcher.unpin(sequence.adapter_id)
+
+    # --- one step ---
+
+    def schedule(self, now: float) -> tuple[Step, list[Sequence]]:
+        """Decides the next step.
+
+        Returns:
+            The step, for which the pool has the pages; and the waiting sequences that the policy dropped (already
+            ended).
+        """
+        dropped = self._admit(now)
+        return Step(self._fit_pages(self._pick_rows())), dropped
+
+    def commit(self, step: Step) -> None:
+        """The step has run: its tokens now have keys and values."""
+        for work in step.work:
+            work.sequence.computed += work.count
+
+    # --- admission ---
+
+    def _admit(self, now: float) -> list[Sequence]:
+        """Moves waiting sequences to running, in the policy's order, up to the first that does not fit.
+
+        A sequence that fits but whose adapter is missing keeps its place (a claim): its adapter is fetched, what it
+        needs is counted, and those behind it may pass only into what is left. So passing never delays it.
+        """
+        self.claimed = set()
+        if not self._may_join() or not self.waiting:
+            return []
+        ordering = self.policy.order(self.waiting, self.running, now)
+        dropped = list(ordering.dropped)
+        for sequence in dropped:
+            self.finish(sequence, FinishReason.ABORT, now, "dropped by the policy: it could not start in time")
+        admitted: list[Sequence] = []
+        taken = list(self.running)
+        adapters = self.prefetcher.held
+        adapter_pages = sum(map(self.prefetcher.pages_of, adapters))
+        new_rows = 0
+        for sequence in ordering.candidates:
+            extra = 0
+            if sequence.adapter_id != BASE_MODEL and sequence.adapter_id not in adapters:
+                extra = self.prefetcher.pages_of(sequence.adapter_id)
+            new_rows += sequence.uncomputed
+            if not self._fits(taken, sequence, len(adapters) + bool(extra), adapter_pages + extra, new_rows):
+                break
+            taken.append(sequence)
+            adapter_pages += extra
+            if sequence.adapter_id != BASE_MODEL:
+                adapters.add(sequence.adapter_id)
+            if self._bring(sequence):
+                admitted.append(sequence)
+        self._start(admitted)
+        return dropped
+
+    def _may_join(self) -> bool:
+        """Whether new requests may join this step: always, or every join_every-th step, or when nothing runs."""
+        self._steps_until_join -= 1
+        if self._steps_until_join > 0 and self.running:
+            return False
+        self._steps_until_join = self.config.join_every
+        return True
+
+    def _fits(
+        self, taken: list[Sequence], sequence: Sequence, adapters: int, adapter_pages: int, new_rows: int
+    ) -> bool:
+        """Whether the pool could hold `taken` and this sequence to their ends, beside so many adapters."""
+        if len(taken) >= self.config.max_running or adapters > self.pool.max_adapters:
+            return False
+        if (
+            self.config.separate_prefill
+            and new_rows > self.config.max_batched_tokens
+            and new_rows > sequence.uncomputed
+        ):
+            return False  # the next prefill step is full
+        room = self.pool.num_pages - adapter_pages
+        return self.pool.layout.token_pages(self.forecast.peak([*taken, sequence])) <= room
+
+    def _bring(self, sequence: Sequence) -> bool:
+        """Whether the sequence's adapter is resident; if not, it is fetched (or already on its way) and claimed."""
+        adapter_id = sequence.adapter_id
+        if adapter_id == BASE_MODEL:
+            return True
+        if not self.prefetcher.is_resident(adapter_id):
+            sequence.waited_for_adapter = True
+            if adapter_id not in self.prefetcher.held:
+                self.prefetcher.fetch(adapter_id, keep=self.claimed)
+        self.claimed.add(adapter_id)
+        return self.prefetcher.is_resident(adapter_id)
+
+    def _start(self, admitted: list[Sequence]) -> None:
+        for sequence in admitted:
+            sequence.slot = self.pool.open_sequence()
+            if sequence.adapter_id != BASE_MODEL:
+                self.prefetcher.pin(sequence.adapter_id)
+                self.prefetcher.counts.hits += not sequence.waited_for_adapter
+        self.running += admitted
+        if admitted:
+            self.waiting = [sequence for sequence in self.waiting if sequence.slot is None]
+
+    # --- rows ---
+
+    def _pick_rows(self) -> list[Work]:
+        """Decoding sequences first, one row each, then prefill in order of admission up to max_batched_tokens."""
+        prefill = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        decode = [Work(sequence, sequence.computed, 1) for sequence in self.running if sequence.uncomputed == 1]
+        work = [] if prefill and self._prefill_alone(prefill[0], len(decode)) else decode
+        room = self.config.max_batched_tokens - len(work)
+        for sequence in prefill:
+            count = min(sequence.uncomputed, room)
+            if not count or (count < sequence.uncomputed and not self.config.chunked_prefill):
+                break
+            work.append(Work(sequence, sequence.computed, count))
+            room -= count
+        return work
+
+    def _prefill_alone(self, first: Sequence, decoding: int) -> bool:
+        """Whether decoding pauses now: the paper's mode, or a prompt that must stay whole and has no room beside."""
+        if self.config.separate_prefill:
+            return True
+        return not self.config.chunked_prefill and first.uncomputed + decoding > self.config.max_batched_tokens
+
+    def _fit_pages(self, work: list[Work]) -> tuple[Work, ...]:
+        """Finds the pages for the rows: evicts idle adapters, then preempts the newest running sequences."""
+        while work:
+            needed = self.pool.layout.token_pages(sum(item.count for item in work))
+            if self.prefetcher.make_room(needed, keep=self.claimed) or self.prefetcher.make_room(needed):
+                break
+            assert self.config.admission == "expected", f"{needed} pages needed: the forecast of the peak was too low"
+            if len(self.running) == 1:  # only loads under way hold the rest; they end
+                return ()
+            self._preempt(self.running[-1])
+            work = [item for item in work if item.sequence.slot is not None]
+        return tuple(work)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Frees a running sequence's pages; it keeps its tokens, waits where it arrived, is computed again later."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, sequence, key=lambda other: other.number)
+
+    def check(self) -> None:
+        """Asserts what must hold between steps."""
+        assert len(self.running) <= self.config.max_running, len(self.running)
+        slots = [sequence.slot for sequence in self.running]
+        assert None not in slots and len(set(slots)) == len(slots), slots
+        numbers = [sequence.number for sequence in self.waiting]
+        assert numbers == sorted(set(numbers)), "the waiting list lost its order"
+        for sequence in self.waiting:
+            assert sequence.slot is None and sequence.computed == 0 and not sequence.finished, sequence.number
+        for sequence in self.running:
+            assert sequence.slot is not None and self.pool.lengths[sequence.slot] == sequence.computed, sequence.number
+            assert sequence.uncomputed >= 1 and not sequence.finished, sequence.number
+            assert sequence.adapter_id == BASE_MODEL or self.prefetcher.is_resident(sequence.adapter_id), (
+                sequence.number
+            )
