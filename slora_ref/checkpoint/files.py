@@ -1,8 +1,8 @@
 """The tensor files of a checkpoint folder: one file, or shards with an index that is followed tensor by tensor.
 
-A copy of a tensor in a shard that the index does not name, or a file that it does not mention, changes nothing (a server
-once opened the files that the index named and took all that lay in them, so an old copy won). The index cannot lead out
-of the folder, and pickles are never opened. Knows nothing of models.
+A copy of a tensor in a shard that the index does not name, or a file that it does not mention, changes nothing (a
+server once opened the files that the index named and took all that lay in them, so an old copy won). The index cannot
+lead out of the folder, and pickles are never opened. Knows nothing of models.
 """
 
 from __future__ import annotations

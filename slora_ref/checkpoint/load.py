@@ -49,12 +49,12 @@ def check_tensors(files: TensorFiles, config: ModelConfig, prefix: str) -> None:
     """Every needed tensor is there with the right shape, and none that would change the model is left over."""
     for name, shape in expected_shapes(config, prefix):
         if files.shape(name) != shape:
-            raise CheckpointError(f"tensor {show(name)} is {list(files.shape(name))}; config.json asks {list(shape)}")
+            raise CheckpointError(f"tensor {show(name)} is {show(files.shape(name))}; config.json asks {shape}")
     for name in vocabulary_names(files, config, prefix):
         rows, hidden = config.vocab_size, config.hidden_size
         shape = files.shape(name)
         if len(shape) != 2 or shape[0] < rows or shape[1] != hidden:
-            raise CheckpointError(f"tensor {name} is {list(shape)}; config.json asks [{rows} or more, {hidden}]")
+            raise CheckpointError(f"tensor {name} is {show(shape)}; config.json asks ({rows} or more, {hidden})")
     needed = {name for name, _ in expected_shapes(config, prefix)} | {f"{prefix}embed_tokens.weight", HEAD}
     extra = [name for name in files if name not in needed and name.startswith(OWN) and not name.endswith(UNUSED)]
     if extra:

@@ -124,7 +124,7 @@ class ModelConfig:
             vocab_size=fields.integer("vocab_size", 1, 1 << 26),
             hidden_size=hidden,
             intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
-            num_layers=fields.integer("num_hidden_layers", 1, 4096),
+            num_layers=fields.integer("num_hidden_layers", 1, 1024),
             num_heads=heads,
             num_kv_heads=fields.integer("num_key_value_heads", 1, 1 << 16, _default_kv_heads(values, mistral, heads)),
             head_dim=_head_dim(fields, hidden, heads),

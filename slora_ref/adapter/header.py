@@ -1,0 +1,158 @@
+"""AdapterHeader: everything about an adapter that can be known without reading its weights.
+
+Registering an adapter reads its config and the header of its safetensors file, about a millisecond, and checks all of
+it: thousands are registered at start-up, and a fault must show there, not in the step that first needs the adapter. The
+tensors in the file are the truth about what is changed; a config that contradicts them is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from slora_ref.adapter.options import check_options
+from slora_ref.adapter.rules import Rules, module_name
+from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor
+from slora_ref.checkpoint.tensors import read_header as read_tensor_header
+from slora_ref.config import TARGETS, ModelConfig
+from slora_ref.config.fields import read_json, show
+from slora_ref.errors import AdapterError, UnsupportedAdapter
+from slora_ref.shapes import Array, Float32, Int32
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+KEY = re.compile(
+    r"(?:base_model\.model\.)?(?:model\.)?layers\.(0|[1-9][0-9]{0,4})\.(self_attn|mlp)\.([a-z]+_proj)"
+    r"\.lora_([AB])(?:\.default)?\.weight"
+)
+REASONS = (
+    ("lora_magnitude_vector", "DoRA's magnitudes"),
+    ("lora_embedding_", "LoRA on an embedding"),
+    ("modules_to_save", "a module saved whole"),
+    ("trainable_tokens", "trained rows of an embedding"),
+    (".bias", "a bias"),
+    ("lm_head", "the output head"),
+    ("embed_tokens", "the embedding"),
+)
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+Module = tuple[int, int]
+"""(layer, index of the target in TARGETS)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterHeader:
+    """A checked adapter folder.
+
+    Args:
+        path: the folder.
+        ranks: [layers, targets] rank, 0 where the adapter changes nothing.
+        scales: [layers, targets] the factor on x A B, 0 where the rank is 0.
+        matched: modules that the file changes; never 0.
+        total: modules that target_modules names (those not in the file are changed by exactly 0).
+        dtype: float32, float16, bfloat16, or mixed.
+        fingerprint: mtime in ns and size of the weights file when the header was read.
+        warnings: what in the config has no effect.
+    """
+
+    path: Path
+    ranks: Int32[Array, "layers targets"]
+    scales: Float32[Array, "layers targets"]
+    matched: int
+    total: int
+    dtype: str
+    fingerprint: tuple[int, int]
+    warnings: tuple[str, ...] = ()
+
+
+def read_header(folder: str | Path, config: ModelConfig) -> AdapterHeader:
+    """Check the adapter in `folder` against the base model, without reading weights.
+
+    Raises UnsupportedAdapter for a feature that is not served, AdapterError for damage, wrong shapes, missing halves,
+    contradictions between config and file, or when nothing matches.
+    """
+    return inspect_folder(Path(folder), config)[0]
+
+
+def inspect_folder(folder: Path, config: ModelConfig) -> tuple[AdapterHeader, dict[Module, dict[str, StoredTensor]]]:
+    """The header, and for each module the places of its halves "A" and "B"."""
+    values = read_json(folder / CONFIG, AdapterError)
+    check_options(values)
+    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+        raise UnsupportedAdapter(f"{PICKLE} is a pickle, which could run code, and is not read; save as safetensors")
+    stored = read_tensor_header(folder / WEIGHTS, AdapterError)
+    rules = Rules(values, config)
+    halves = pair_halves(stored.tensors)
+    for module in halves:
+        check_module(module, halves[module], rules, config)
+    total = len(halves) if rules.selected is None else len(rules.selected)
+    if len(halves) < total:
+        rules.notes.append(
+            f"{len(halves)} of the {total} modules of target_modules are in the file; 0 is added to others"
+        )
+    types = {tensor.dtype for pair in halves.values() for tensor in pair.values()}
+    dtype = NAMES[types.pop()] if len(types) == 1 else "mixed"
+    ranks, scales = tables(halves, rules, config)
+    fingerprint, notes = stored.fingerprint, tuple(rules.notes)
+    return AdapterHeader(folder, ranks, scales, len(halves), total, dtype, fingerprint, notes), halves
+
+
+def pair_halves(tensors: Mapping[str, StoredTensor]) -> dict[Module, dict[str, StoredTensor]]:
+    """For each module its tensors by half, "A" and "B". Raises for a name that is no half, or a half given twice."""
+    halves: dict[Module, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        found = KEY.fullmatch(name)
+        if found is None or found[3] not in TARGETS or (found[2] == "self_attn") != (found[3] in TARGETS[:4]):
+            raise unknown_tensor(name)
+        pair = halves.setdefault((int(found[1]), TARGETS.index(found[3])), {})
+        if found[4] in pair:
+            raise AdapterError(f"tensor {show(name)} is in the file under a second name too")
+        pair[found[4]] = tensor
+    if not halves:
+        raise AdapterError(f"{WEIGHTS} holds no tensors: nothing would be changed")
+    return halves
+
+
+def unknown_tensor(name: str) -> Exception:
+    """The refusal of a tensor that is not half of a LoRA on one of the seven targets."""
+    reason = next((reason for part, reason in REASONS if part in name), "not a LoRA matrix of one of the seven targets")
+    return UnsupportedAdapter(f"tensor {show(name)} is not supported: {reason}")
+
+
+def check_module(module: Module, pair: Mapping[str, StoredTensor], rules: Rules, config: ModelConfig) -> None:
+    """Raises AdapterError, with the module's name, unless both halves are there and fit the model and the config."""
+    layer, target = module
+    name = module_name(layer, target)
+    if layer >= config.num_layers:
+        raise AdapterError(f"module {name}: the base model has {config.num_layers} layers")
+    if len(pair) != 2:
+        there = next(iter(pair))
+        raise AdapterError(f"module {name}: lora_{there} is in the file, lora_{'AB'.replace(there, '')} is not")
+    d_in, d_out = config.target_shape(TARGETS[target])
+    rank = rules.rank_of(name)
+    if pair["A"].shape != (rank, d_in) or pair["B"].shape != (d_out, rank):
+        raise AdapterError(
+            f"module {name}: lora_A is {show(list(pair['A'].shape))} and lora_B is {show(list(pair['B'].shape))}; "
+            f"base model and config (r = {rank}) ask for [{rank}, {d_in}] and [{d_out}, {rank}]"
+        )
+    for tensor in pair.values():
+        if tensor.dtype not in FLOAT_TYPES:
+            raise UnsupportedAdapter(f"module {name} is stored as {tensor.dtype}; supported: {', '.join(FLOAT_TYPES)}")
+    if rules.selected is not None and name not in rules.selected:
+        raise AdapterError(f"module {name} is in the file, but target_modules of {CONFIG} leaves it out")
+
+
+def tables(
+    modules: Mapping[Module, object], rules: Rules, config: ModelConfig
+) -> tuple[Int32[Array, "layers targets"], Float32[Array, "layers targets"]]:
+    """Rank and scale of each module as read-only tables, 0 where there is none."""
+    ranks = np.zeros((config.num_layers, len(TARGETS)), np.int32)
+    scales = np.zeros(ranks.shape, np.float32)
+    for module in modules:
+        ranks[module] = rules.rank_of(module_name(*module))
+        scales[module] = rules.scale_of(module_name(*module))
+    ranks.flags.writeable = scales.flags.writeable = False
+    return ranks, scales
