@@ -6,6 +6,7 @@ the peak is the size of the weights. Which file holds a tensor is the business o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def load_checkpoint(folder: str | Path, config: ModelConfig, dtype: npt.DTypeLik
         embed, head = _embed_and_head(files, config, prefix, chosen)
         layers = tuple(_layer(files, config, f"{prefix}layers.{i}", chosen) for i in range(config.num_layers))
         return ModelWeights(embed, layers, files.merged([f"{prefix}norm.weight"], chosen), head)
+
+
+def check_checkpoint(folder: str | Path, config: ModelConfig) -> int:
+    """Checks names and shapes as load_checkpoint does, from headers alone; the number of parameters the model uses."""
+    with TensorFiles(Path(folder)) as files:
+        prefix = "model." if any(name.startswith("model.") for name in files) else ""
+        check_tensors(files, config, prefix)
+        used = dict(expected_shapes(config, prefix))
+        used |= {name: files.shape(name) for name in vocabulary_names(files, config, prefix)}
+        return sum(math.prod(shape) for shape in used.values())
 
 
 def _embed_and_head(files: TensorFiles, config: ModelConfig, prefix: str, dtype: np.dtype[Any]) -> tuple[Array, Array]:

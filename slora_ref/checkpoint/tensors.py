@@ -129,7 +129,9 @@ def _stored(name: str, entry: object, data_start: int) -> StoredTensor:
 
 def _whole_numbers(value: object) -> TypeGuard[list[int]]:
     """Whether a JSON value is a short list of whole numbers from 0."""
-    return isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in value)
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    return set(map(type, value)) <= {int} and min(value, default=0) >= 0
 
 
 def _check_tiling(tensors: dict[str, StoredTensor], start: int, end: int) -> None:

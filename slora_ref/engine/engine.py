@@ -106,12 +106,13 @@ class Engine(EngineLoop):
             UnknownAdapter, RequestError: one of them is refused; then none is served.
         """
         count = len(prompts)
-        each = zip(
-            prompts, one_for_each(params, count, "params"), one_for_each(adapters, count, "adapters"), strict=True
-        )
+        hows, names = one_for_each(params, count, "params"), one_for_each(adapters, count, "adapters")
         ids: list[int] = []
         try:
-            ids.extend(self.add_request(prompt, how, adapter) for prompt, how, adapter in each)
+            ids.extend(
+                self.add_request(prompt, how, adapter)
+                for prompt, how, adapter in zip(prompts, hows, names, strict=True)
+            )
         except BaseException:
             self._withdraw(ids)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from slora_ref.sampler import Sampling
 from slora_ref.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
-T = TypeVar("T")
 
 
 def make_request(
@@ -57,11 +56,11 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Seq[int]:
     return ids
 
 
-def one_for_each(value: T | Seq[T], count: int, what: str) -> list[T]:
-    """A list of `count` values, from one for all or from one for each.
+def one_for_each(value: Any, count: int, what: str) -> list[Any]:
+    """A list of `count` values, from one for all or from a sequence of one for each.
 
     Raises:
-        RequestError: a list of another length.
+        RequestError: a sequence of another length.
     """
     if isinstance(value, str) or not isinstance(value, Seq):
         return [value] * count

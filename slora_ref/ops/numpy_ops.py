@@ -42,14 +42,16 @@ class NumpyOps:
         """x / sqrt(mean(x^2) + eps) * weight, a row at a time (Zhang and Sennrich 2019)."""
         mean_square = np.einsum("rh,rh->r", x, x) / x.shape[1]
         scale = 1.0 / np.sqrt(mean_square + eps)
-        return x * scale[:, None].astype(x.dtype) * weight
+        normed: Float[Array, "rows hidden"] = x * scale[:, None].astype(x.dtype) * weight
+        return normed
 
     def silu_mul(self, gate_up: Float[Array, "rows two_ffn"]) -> Float[Array, "rows ffn"]:
         """silu(gate) * up, where the row holds gate, then up."""
         gate, up = np.split(gate_up, 2, axis=1)
         # exp(-gate) may overflow to inf for a very negative gate; 1 / inf = 0 is the right limit.
         with np.errstate(over="ignore"):
-            return gate / (1 + np.exp(-gate)) * up
+            inner: Float[Array, "rows ffn"] = gate / (1 + np.exp(-gate)) * up
+        return inner
 
     def lora_shrink(
         self,
@@ -184,7 +186,8 @@ def _attend(
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     mixed = scores.reshape(kv_heads, -1, context) @ values.transpose(1, 0, 2)
-    return mixed.reshape(kv_heads, heads // kv_heads, length, head_dim).transpose(2, 0, 1, 3).reshape(length, -1)
+    by_head = mixed.reshape(heads, length, head_dim)
+    return np.ascontiguousarray(by_head.transpose(1, 0, 2)).reshape(length, -1)
 
 
 def _gather(

@@ -1,0 +1,136 @@
+"""`slora-ref generate`: one prompt, one adapter or none, text as it comes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from slora_ref.cli.output import Subparsers, print_json
+from slora_ref.config import EngineConfig
+from slora_ref.engine import Completion, Engine
+from slora_ref.errors import RequestError
+from slora_ref.request import FinishReason, SamplingParams
+from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER, TASKS
+
+TOY = "toy"
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the command's own arguments."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate text with one adapter or the base model",
+        description="Generates from one prompt. Example: slora-ref generate --model toy --use reverse --prompt hello=",
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="checkpoint folder, or `toy` for the model inside slora_ref"
+    )
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=DIR", help="register a PEFT folder (repeatable)"
+    )
+    parser.add_argument("--use", metavar="NAME", help="adapter to use; default: the only one given, or the base model")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="the prompt as text")
+    what.add_argument("--prompt-ids", metavar="1,17,4", help="the prompt as token ids")
+    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens to generate (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely beside the likeliest")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (default: 0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends the answer (repeatable)"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the model runs")
+    parser.add_argument(
+        "--save-logits", type=Path, metavar="FILE.npz", help="save `logits`, float32 [prompt positions, vocab]"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates; 1 if the request ended by an error."""
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        keep_logits=args.save_logits is not None,
+    )
+    prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
+    folder = MODEL_FOLDER if args.model == TOY else Path(args.model)
+    engine = Engine.from_pretrained(folder, EngineConfig(device=args.device, max_running=1))
+    adapter = _register(engine, args)
+    done = _stream(engine, prompt, params, adapter, quiet=args.json)
+    if args.save_logits is not None and done.logits:
+        _save_logits(args.save_logits, done)
+    if args.json:
+        print_json(
+            {
+                "text": done.text,
+                "token_ids": list(done.token_ids),
+                "finish_reason": done.finish_reason.value,
+                "adapter": adapter,
+                "error": done.error,
+            }
+        )
+    elif done.error is not None:
+        print(f"error: {done.error}")
+    return 1 if done.finish_reason is FinishReason.ERROR else 0
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise RequestError(
+            f"--prompt-ids {text[:80]!r} must be whole numbers with commas between, such as 1,17,4"
+        ) from error
+
+
+def _register(engine: Engine, args: argparse.Namespace) -> str | None:
+    """Registers the adapters that were named and returns the one to use."""
+    if args.model == TOY:
+        for task in TASKS:
+            engine.add_adapter(task, ADAPTERS_FOLDER / task)
+    given: list[str] = []
+    for pair in args.adapter:
+        name, equals, path = pair.partition("=")
+        if not equals or not path:
+            raise RequestError(f"--adapter {pair!r} must be NAME=DIR")
+        engine.add_adapter(name, path)
+        given.append(name)
+    if args.use is None and len(given) > 1:
+        raise RequestError(f"{len(given)} adapters given ({', '.join(given)}): say which with --use NAME")
+    if args.use is None:
+        return given[0] if given else None
+    return str(args.use)
+
+
+def _stream(
+    engine: Engine, prompt: str | list[int], params: SamplingParams, adapter: str | None, quiet: bool
+) -> Completion:
+    done: Completion | None = None
+    for news in engine.stream(prompt, params, adapter):
+        if not quiet:
+            print(news.text, end="" if news.completion is None else "\n", flush=True)
+        done = news.completion
+    assert done is not None, "the stream ended without a completion"
+    return done
+
+
+def _save_logits(path: Path, done: Completion) -> None:
+    """Raises RequestError when the file cannot be written."""
+    try:
+        with path.open("wb") as file:
+            np.savez(file, logits=np.stack(done.logits[: len(done.prompt_ids)]).astype(np.float32))
+    except OSError as error:
+        raise RequestError(f"--save-logits {path}: {error.strerror or error}") from error

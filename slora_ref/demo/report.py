@@ -1,0 +1,130 @@
+"""DemoReport: what happened in the demo, as a table for a newcomer and as JSON for a program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slora_ref.demo.questions import Question
+from slora_ref.demo.verify import Verdict
+from slora_ref.demo.watch import LEGEND, PoolWatch
+from slora_ref.engine import Completion, Engine
+from slora_ref.metrics import percentile
+
+
+@dataclass(frozen=True)
+class PoolPeaks:
+    """Pages of the pool and the most that were held."""
+
+    pages: int
+    peak_kv: int
+    peak_adapter: int
+    peak_used: int
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """Counts, times in seconds, and the largest logit error against the dense model."""
+
+    model: str
+    device: str
+    adapters_registered: int
+    adapters_used: int
+    requests: int
+    correct: int
+    wrong: int
+    task_correct: int
+    tokens: int
+    steps: int
+    seconds: float
+    tokens_per_s: float
+    requests_per_s: float
+    first_token_p50_s: float | None
+    first_token_p99_s: float | None
+    pool: PoolPeaks
+    peak_resident: int
+    adapter_loads: int
+    adapter_hits: int
+    evictions: int
+    preemptions: int
+    bytes_loaded: int
+    max_logit_error: float
+    samples: tuple[tuple[str, str, str], ...]
+    history: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields for a program, without what is only for the eye."""
+        fields = asdict(self)
+        del fields["samples"], fields["history"]
+        return fields
+
+    def table(self) -> str:
+        """The report as text."""
+        verdict = "all as the dense merged model answers" if not self.wrong else f"{self.wrong} WRONG"
+        rows = [
+            ("adapters registered", f"{self.adapters_registered:,}"),
+            ("adapters asked for", f"{self.adapters_used:,}, at most {self.peak_resident} in the pool at once"),
+            ("requests", f"{self.requests:,} ({self.requests_per_s:,.0f} a second, in {self.steps:,} steps)"),
+            ("answers checked", f"{self.correct:,} right of {self.requests:,}: {verdict}"),
+            ("also right by the task's rule", f"{self.task_correct:,} of {self.requests:,}"),
+            ("largest logit error", f"{self.max_logit_error:.1e}"),
+            ("tokens generated", f"{self.tokens:,} ({self.tokens_per_s:,.0f} a second)"),
+            ("first token after", f"{_ms(self.first_token_p50_s)} (median), {_ms(self.first_token_p99_s)} (99 of 100)"),
+            ("pool", f"{self.pool.pages:,} pages; at most {self.pool.peak_used:,} used: "
+                     f"{self.pool.peak_kv:,} by sequences, {self.pool.peak_adapter:,} by adapters"),
+            ("adapter already there", f"{self.adapter_hits:,} times"),
+            ("adapter loaded", f"{self.adapter_loads:,} times ({self.bytes_loaded / 1e6:.1f} MB)"),
+            ("adapter evicted", f"{self.evictions:,} times"),
+            ("requests preempted", f"{self.preemptions:,}"),
+        ]  # fmt: skip
+        width = max(len(label) for label, _ in rows)
+        lines = ["", "The pool over time", *self.history, LEGEND, "", "Some answers"]
+        lines += [f"  {adapter:<24} {prompt:>11} {answer}" for adapter, prompt, answer in self.samples]
+        lines += ["", "What happened", *(f"  {label:<{width}}  {value}" for label, value in rows)]
+        return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:,.0f} ms"
+
+
+def summarize(
+    engine: Engine,
+    questions: list[Question],
+    completions: list[Completion],
+    verdicts: list[Verdict],
+    watch: PoolWatch,
+    seconds: float,
+) -> DemoReport:
+    """Counts what the run brought."""
+    asked = list(zip(questions, completions, verdicts, strict=True))
+    first = [done.first_token_at - done.arrival for done in completions if done.first_token_at is not None]
+    tokens = sum(len(done.token_ids) for done in completions)
+    counts, occupancy = engine.prefetcher.counts, watch.occupancy
+    return DemoReport(
+        model="toy",
+        device=engine.scheduler.config.device,
+        adapters_registered=len(engine.adapters),
+        adapters_used=len({question.adapter for question in questions}),
+        requests=len(questions),
+        correct=sum(verdict.right for verdict in verdicts),
+        wrong=sum(not verdict.right for verdict in verdicts),
+        task_correct=sum(verdict.right and done.text == question.rule_answer for question, done, verdict in asked),
+        tokens=tokens,
+        steps=engine.steps,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+        requests_per_s=len(questions) / seconds,
+        first_token_p50_s=percentile(first, 50),
+        first_token_p99_s=percentile(first, 99),
+        pool=PoolPeaks(engine.pool.num_pages, occupancy.peak_kv, occupancy.peak_adapter, occupancy.peak_used),
+        peak_resident=max(watch.residents, default=0),
+        adapter_loads=counts.loads,
+        adapter_hits=counts.hits,
+        evictions=counts.evictions,
+        preemptions=engine.scheduler.preemptions,
+        bytes_loaded=counts.bytes_loaded,
+        max_logit_error=max((verdict.logit_error for verdict in verdicts), default=0.0),
+        samples=tuple((question.adapter, question.prompt, done.text) for question, done, _ in asked[:8]),
+        history=tuple(watch.history()),
+    )

@@ -1,0 +1,63 @@
+"""Checks every answer of the demo against the dense model with that adapter merged, one request at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from slora_ref.adapter import load_adapter, read_header
+from slora_ref.checkpoint import load_checkpoint
+from slora_ref.config import ModelConfig
+from slora_ref.engine import Completion
+from slora_ref.reference import Reference
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One answer beside the dense model's.
+
+    Args:
+        right: the tokens are the dense model's greedy answer.
+        logit_error: largest absolute difference of any logit at any position, prompt included.
+    """
+
+    right: bool
+    logit_error: float
+
+
+class Verifier:
+    """Dense models, W + s B A, one for each trained adapter that was asked for.
+
+    Args:
+        model_folder: the base model.
+    """
+
+    def __init__(self, model_folder: Path) -> None:
+        self._config = ModelConfig.from_folder(model_folder)
+        self._weights = load_checkpoint(model_folder, self._config, np.float32)
+        self._merged: dict[Path, Reference] = {}
+
+    def _reference(self, adapter_folder: Path) -> Reference:
+        if adapter_folder not in self._merged:
+            header = read_header(adapter_folder, self._config)
+            adapter = load_adapter(header, self._config, np.float32)
+            self._merged[adapter_folder] = Reference(self._config, self._weights, adapter)
+        return self._merged[adapter_folder]
+
+    def check(self, completion: Completion, adapter_folder: Path) -> Verdict:
+        """Compares an answer (with its logits kept) token by token and logit by logit.
+
+        If at every place the dense model, given the same text so far, prefers the token that was answered, then the
+        answer is its greedy answer: one pass over the whole text decides.
+        """
+        if completion.error is not None or not completion.logits:
+            return Verdict(right=False, logit_error=float("inf"))
+        ids = [*completion.prompt_ids, *completion.token_ids]
+        dense = self._reference(adapter_folder).logits(ids[:-1])
+        served = np.stack(completion.logits)
+        if served.shape != dense.shape:
+            return Verdict(right=False, logit_error=float("inf"))
+        preferred = dense[len(completion.prompt_ids) - 1 :].argmax(axis=1).tolist()
+        return Verdict(preferred == list(completion.token_ids), float(np.abs(served - dense).max()))

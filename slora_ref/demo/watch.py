@@ -1,0 +1,64 @@
+"""PoolWatch: what the pool holds while the demo runs, as numbers for the report and as bars for the eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slora_ref.engine import Engine
+from slora_ref.metrics import Occupancy
+from slora_ref.pager import PoolUsage
+from slora_ref.pager.census import KV, page_owners
+from slora_ref.shapes import Array, Int
+
+BAR_WIDTH = 56
+KV_MARK, ADAPTER_MARK, FREE_MARK = "█", "▒", "·"
+LEGEND = f"{KV_MARK} keys and values   {ADAPTER_MARK} adapter weights   {FREE_MARK} free"
+
+
+def pool_bar(usage: PoolUsage, width: int = BAR_WIDTH) -> str:
+    """The pool as one line of `width` marks; whatever is used at all has at least one."""
+    pages = usage.kv + usage.adapter + usage.free
+    kv = -(-usage.kv * width // pages)
+    adapter = min(-(-usage.adapter * width // pages), width - kv)
+    return KV_MARK * kv + ADAPTER_MARK * adapter + FREE_MARK * (width - kv - adapter)
+
+
+class PoolWatch:
+    """Samples the pool after each step.
+
+    Args:
+        engine: to look at.
+        requests: how many there will be.
+        draw: takes the live line; None: none is made.
+    """
+
+    def __init__(self, engine: Engine, requests: int, draw: Callable[[str], None] | None) -> None:
+        self._engine, self._requests, self._draw = engine, requests, draw
+        self.occupancy = Occupancy()
+        self.residents: list[int] = []
+        self.running: list[int] = []
+        self.fullest: Int[Array, " pages"] = page_owners(engine.pool)  # who owned each page when sequences held most
+
+    def sample(self, done: int) -> None:
+        """One step is over and `done` requests have ended."""
+        engine, usage = self._engine, self._engine.pool.usage()
+        if usage.kv > self.occupancy.peak_kv:
+            self.fullest = page_owners(engine.pool)
+        self.occupancy.sample(usage)
+        self.residents.append(engine.prefetcher.resident)
+        self.running.append(len(engine.scheduler.running))
+        if self._draw is not None:
+            self._draw(f"{pool_bar(usage)} {self._caption(len(self.residents) - 1)} done {done}/{self._requests}")
+
+    def _caption(self, step: int) -> str:
+        return f"{self.running[step]:3d} running {self.residents[step]:2d} adapters"
+
+    def history(self, lines: int = 12) -> list[str]:
+        """The run as at most `lines` bars, evenly spaced over its steps."""
+        steps = len(self.residents)
+        chosen = sorted({round(i * (steps - 1) / max(1, lines - 1)) for i in range(lines)}) if steps else []
+        bars = [pool_bar(self.occupancy.usages[step]) for step in chosen]
+        return [f"step {step:4d} {bar} {self._caption(step)}" for step, bar in zip(chosen, bars, strict=True)]
+
+
+__all__ = ["KV", "LEGEND", "PoolWatch", "pool_bar"]
