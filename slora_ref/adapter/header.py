@@ -152,7 +152,7 @@ def tables(
     ranks = np.zeros((config.num_layers, len(TARGETS)), np.int32)
     scales = np.zeros(ranks.shape, np.float32)
     for module in modules:
-        ranks[module] = rules.rank_of(module_name(*module))
-        scales[module] = rules.scale_of(module_name(*module))
+        name = module_name(*module)
+        ranks[module], scales[module] = rules.rank_of(name), rules.scale_of(name)
     ranks.flags.writeable = scales.flags.writeable = False
     return ranks, scales
