@@ -80,8 +80,9 @@ class NumpyOps:
         for slot, start, length in zip(*_lists(segments.adapter, segments.start, segments.length), strict=True):
             columns = int(tables.page_rank[slot, targets].sum()) if slot >= 0 else 0
             if columns and length:
-                a = _gather(pages, tables.pages[slot], tables.a_start[slot, targets[0]], columns, x.shape[1])
-                np.matmul(x[start : start + length], a.T, out=t[start : start + length, :columns])
+                a = _gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), columns, x.shape[1])
+                rows = slice(start, start + length)
+                np.matmul(x[rows], a.T, out=t[rows, :columns], dtype=self.dtype)
         return t
 
     def lora_expand(
@@ -111,7 +112,7 @@ class NumpyOps:
             for target, d_out in zip(group.targets, d_outs, strict=True):
                 rank = int(tables.rank[slot, layer, target])
                 if rank:
-                    b = _gather(pages, tables.pages[slot], tables.b_start[slot, target], rank, d_out)
+                    b = _gather(pages, tables.pages[slot], int(tables.b_start[slot, target]), rank, d_out)
                     delta = t[rows, t_column : t_column + rank] @ b
                     y[rows, y_column : y_column + d_out] += tables.scale[slot, layer, target] * delta
                 t_column += int(tables.page_rank[slot, target])
