@@ -1,7 +1,8 @@
 """What every test shares: shape checks, Hypothesis profiles, and the skip of GPU tests where there is no GPU.
 
-The shape checks wrap every function and dataclass of slora_ref as it is imported, so this file must come before any
-import of it: pytest loads it first. They are on in the test run only; a test that measures time runs its code in a
+The shape checks wrap the functions and dataclasses of every module that names array dimensions as it is imported, so
+this file must come before any import of slora_ref: pytest loads it first. A wrapped call costs 10 us or more, hence not
+the modules without arrays, where mypy has seen all there is to see. A test that measures time runs its code in a
 subprocess.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +18,16 @@ from jaxtyping import install_import_hook
 
 if "slora_ref" in sys.modules:
     raise RuntimeError("slora_ref was imported before tests/conftest.py, so its array shapes would not be checked")
-install_import_hook("slora_ref", "beartype.beartype")
+
+
+def modules_with_arrays() -> list[str]:
+    """The modules of slora_ref that import its array annotations, found without importing them."""
+    root = Path(__file__).parents[1]
+    sources = [path for path in (root / "slora_ref").rglob("*.py") if "slora_ref.shapes" in path.read_text("utf-8")]
+    return [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in sources]
+
+
+install_import_hook(modules_with_arrays(), "beartype.beartype")
 
 # `ci` draws the same examples in every run, so a red run can be repeated; --hypothesis-profile thorough is for a night.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import importlib
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
 import slora_ref
-import slora_ref.kernels
+from slora_ref.ops.numpy_ops import NumpyOps
 from slora_ref.shapes import Array, Float
 
 ROOT = Path(__file__).parents[1]
@@ -27,9 +29,9 @@ PACKAGE = ROOT / "slora_ref"
 
 # A module imports only from those before it. `__init__` re-exports the public names, so it comes after the engine.
 ORDER = """
-    errors shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer store prefetch batch rope
-    reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate baselines paper
-    bench toy demo cli __main__
+    errors shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch step
+    batch rope reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate
+    baselines paper bench toy demo cli __main__
 """.split()
 
 # What `pip install slora_ref` alone does not bring: nothing may need it to be imported, with two exceptions.
@@ -189,7 +191,7 @@ def test_every_module_can_be_imported_without_the_extras() -> None:
     assert run_without_optional_packages(IMPORT_ALL.format(modules=modules)).split() == modules
 
 
-@pytest.mark.skipif(not (PACKAGE / "demo.py").exists(), reason="slora_ref/demo.py does not exist yet")
+@pytest.mark.skipif(not (PACKAGE / "toy" / "model").exists(), reason="slora_ref/toy/model does not exist yet")
 def test_the_demo_runs_without_the_extras() -> None:
     assert '"wrong": 0' in run_without_optional_packages(DEMO).splitlines()[-1]
 
@@ -265,7 +267,13 @@ def test_a_wrong_shape_is_refused_in_the_test_run() -> None:
 
 def test_the_shape_checks_reach_the_modules() -> None:
     with pytest.raises(TypeCheckError):
-        slora_ref.kernels.kernels_folder("a text, where a Path belongs")
+        NumpyOps().linear(np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32))
+    checked = [module for module in MODULES if "slora_ref.shapes" in {target for target, _ in imports(module)}]
+    assert len(checked) > 5
+    for module in checked:
+        functions = inspect.getmembers(importlib.import_module(module), inspect.isfunction)
+        own = {name: function for name, function in functions if function.__module__ == module}
+        assert not {name for name, function in own.items() if not hasattr(function, "__wrapped__")}
 
 
 def test_annotations_can_be_evaluated() -> None:

@@ -126,14 +126,15 @@ def test_a_missing_folder_of_kernels_names_both_places(tmp_path: Path) -> None:
     assert str(tmp_path / "somewhere" / "kernels_cu") in str(raised.value)
 
 
-@pytest.mark.skipif(not (ROOT / "slora_ref" / "cli.py").exists(), reason="slora_ref/cli.py does not exist yet")
 @pytest.mark.parametrize("environment", ["installed", "editable"])
 def test_the_command_is_installed(environment: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     printed = run(request.getfixturevalue(environment) / "slora-ref", "--help", cwd=tmp_path)
     assert "demo" in printed
 
 
-@pytest.mark.skipif(not (ROOT / "slora_ref" / "demo.py").exists(), reason="slora_ref/demo.py does not exist yet")
+@pytest.mark.skipif(
+    not (ROOT / "slora_ref" / "toy" / "model").exists(), reason="slora_ref/toy/model does not exist yet"
+)
 def test_the_demo_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     printed = run(installed / "slora-ref", *"demo --adapters 40 --requests 8 --json".split(), cwd=tmp_path)
     result = json.loads(printed.splitlines()[-1])
