@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from slora_ref.errors import OutOfPages, PageError
-from slora_ref.shapes import Array, Int
+from slora_ref.shapes import Array, Bool, Int
 
 
 class PageAllocator:
@@ -38,6 +38,11 @@ class PageAllocator:
     def used_pages(self) -> int:
         """Pages that somebody owns."""
         return self.num_pages - self._top
+
+    def is_free(self, pages: Int[Array, " pages"]) -> Bool[Array, " pages"]:
+        """[pages] whether nobody owns the page."""
+        free: Bool[Array, " pages"] = self._is_free[pages]
+        return free
 
     def allocate(self, count: int) -> Int[Array, " pages"]:
         """Takes `count` pages: their ids, in no particular order.
@@ -83,6 +88,7 @@ class PageAllocator:
         """Asserts that free and owned pages partition the pool: each page once. O(pool), for tests."""
         free = self._stack[: self._top]
         assert 0 <= self._top <= self.num_pages, (self._top, self.num_pages)
+        assert ((free >= 0) & (free < self.num_pages)).all(), "the free list names a page outside the pool"
         assert len(np.unique(free)) == self._top, "a page is on the free list twice"
         assert self._is_free[free].all(), "a page on the free list is marked as owned"
         assert int(self._is_free.sum()) == self._top, (int(self._is_free.sum()), self._top)

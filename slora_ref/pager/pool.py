@@ -14,6 +14,7 @@ import numpy as np
 from slora_ref.allocator import PageAllocator
 from slora_ref.errors import PageError
 from slora_ref.ops.tables import AdapterTables
+from slora_ref.pager.audit import check_adapters, check_owners, check_poison, check_sequences
 from slora_ref.pager.layout import PAGES_PER_TOKEN, AdapterShape, PageLayout
 from slora_ref.shapes import Array, Float, Int
 
@@ -229,23 +230,11 @@ class PagePool:
 
     def check(self) -> None:
         """Asserts that free, key/value and adapter pages partition the pool, as the tables say. For tests."""
-        self.allocator.check()
-        owned = [self.sequence_pages[slot, :, :n].ravel() for slot, n in enumerate(self.lengths.tolist()) if n]
-        assert sum(map(len, owned)) == self._kv_pages, "the count of key and value pages drifted"
-        for slot in self._free_sequence_slots:
-            assert self.lengths[slot] == 0 and (self.sequence_pages[slot] == -1).all(), (
-                f"closed slot {slot} holds pages"
-            )
-        for adapter_id, slot in self._adapter_slots.items():
-            pages = self._adapter_pages[adapter_id]
-            assert (self.adapters.pages[slot, : len(pages)] == pages).all(), f"table of adapter {adapter_id} drifted"
-            owned.append(pages)
-        ids = np.concatenate([np.zeros(0, np.int32), *owned])
-        assert len(np.unique(ids)) == len(ids), "a page has two owners"
-        assert len(ids) == self.allocator.used_pages, (len(ids), self.allocator.used_pages)
-        slots = sorted(self._free_adapter_slots + list(self._adapter_slots.values()))
-        assert slots == list(range(self.max_adapters)), "an adapter slot is lost or used twice"
+        sequences = check_sequences(self.sequence_pages, self.lengths, self._free_sequence_slots)
+        adapters = check_adapters(
+            self.layout, self.adapters, self._adapter_slots, self._adapter_pages, self._free_adapter_slots
+        )
+        assert sum(map(len, sequences)) == self._kv_pages, "the count of key and value pages drifted"
+        check_owners(self.allocator, [*sequences, *adapters])
         if self.poison:
-            is_free = np.ones(self.num_pages, np.bool_)
-            is_free[ids] = False
-            assert np.isnan(self.storage[:, is_free]).all(), "a free page was written"
+            check_poison(self.allocator, self.storage)
