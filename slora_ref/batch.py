@@ -13,6 +13,7 @@ import numpy as np
 
 from slora_ref.ops.tables import Segments, Spans
 from slora_ref.pager import PagePool
+from slora_ref.request import Sequence
 from slora_ref.shapes import Array, Int
 from slora_ref.step import Work
 
@@ -49,47 +50,59 @@ class Batch:
         Raises:
             OutOfPages: the pool has too few free pages; nothing changed.
         """
-        slots, starts, counts, logits = _columns(
-            [(_slot(item), item.start, item.count, item.logit_rows) for item in work], columns=4
-        )
+        sequences = [item.sequence for item in work]
+        slots = _array([_slot(sequence) for sequence in sequences])
+        adapters = _array([pool.adapter_slot(sequence.adapter_id) for sequence in sequences])
+        starts, counts = _array([item.start for item in work]), _array([item.count for item in work])
+        samples = starts + counts == _array([len(sequence.tokens) for sequence in sequences])
+        keeps_logits = _array([sequence.request.params.keep_logits for sequence in sequences])
+        logits = np.where(keeps_logits, counts, samples)
         row_ends = np.cumsum(counts)
         row_starts = row_ends - counts
         row_slots = np.repeat(slots, counts)
         positions = np.arange(len(row_slots)) + np.repeat(starts - row_starts, counts)
         k_pages, v_pages = pool.extend(row_slots, positions)
-        samples = np.array([item.samples for item in work], dtype=np.bool_)
         return cls(
-            token_ids=np.array(
-                [t for w in work for t in w.sequence.tokens[w.start : w.start + w.count]], dtype=np.int64
-            ),
+            token_ids=_array(_tokens(work)),
             positions=positions,
             k_pages=k_pages,
             v_pages=v_pages,
-            segments=_segments([pool.adapter_slot(item.sequence.adapter_id) for item in work], row_starts, row_ends),
+            segments=_segments(adapters, row_starts, row_ends),
             spans=Spans(slots, row_starts, counts, starts + counts),
             logit_rows=np.arange(logits.sum()) + np.repeat(row_ends - np.cumsum(logits), logits),
             sampled=(np.cumsum(logits) - 1)[samples],
         )
 
 
-def arrange(work: Seq[Work], pool: PagePool) -> list[Work]:
+def arrange(work: Seq[Work]) -> list[Work]:
     """The step's work with sequences of one adapter side by side, base model first; else in the given order."""
-    return sorted(work, key=lambda item: pool.adapter_slot(item.sequence.adapter_id))
+    return sorted(work, key=lambda item: item.sequence.adapter_id)
 
 
-def _slot(item: Work) -> int:
-    assert item.sequence.slot is not None, f"request {item.sequence.number} runs without a slot"
-    return item.sequence.slot
+def _array(values: list[int]) -> Int[Array, " n"]:
+    return np.array(values, dtype=np.int64)
 
 
-def _columns(rows: list[tuple[int, ...]], columns: int) -> Int[Array, "columns rows"]:
-    return np.array(rows, dtype=np.int64).reshape(-1, columns).T
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, f"request {sequence.number} runs without a slot"
+    return sequence.slot
 
 
-def _segments(adapters: list[int], row_starts: Int[Array, " spans"], row_ends: Int[Array, " spans"]) -> Segments:
+def _tokens(work: Seq[Work]) -> list[int]:
+    """The tokens of all rows, in order."""
+    tokens: list[int] = []
+    for item in work:
+        tokens += item.sequence.tokens[item.start : item.start + item.count]
+    return tokens
+
+
+def _segments(
+    adapters: Int[Array, " spans"], row_starts: Int[Array, " spans"], row_ends: Int[Array, " spans"]
+) -> Segments:
     """Merges neighbouring spans of one adapter slot."""
-    adapter = np.array(adapters, dtype=np.int64)
-    first = np.flatnonzero(np.diff(adapter, prepend=-2))
-    last = np.append(first[1:], len(adapter)) - 1
+    changes = np.ones(len(adapters), np.bool_)
+    changes[1:] = adapters[1:] != adapters[:-1]
+    first = np.flatnonzero(changes)
+    last = np.append(first, len(adapters))[1:] - 1
     start = row_starts[first]
-    return Segments(adapter[first], start, row_ends[last] - start)
+    return Segments(adapters[first], start, row_ends[last] - start)

@@ -103,6 +103,8 @@ class Sequence:
         tokens: the prompt, then what was generated.
         computed: how many of the tokens have keys and values in pages.
         slot: sequence slot in the pool while running.
+        prompt_length: tokens of the prompt.
+        peak_tokens: most tokens that ever have keys and values: the last token generated is never fed back.
     """
 
     number: int
@@ -120,15 +122,14 @@ class Sequence:
     waited_for_adapter: bool = False
     logprobs: list[dict[int, float]] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)  # with keep_logits: one [vocab] array a position
+    prompt_length: int = field(init=False)
+    peak_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         """A new sequence starts with its prompt."""
         self.tokens = self.tokens or list(self.request.prompt_ids)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
+        self.prompt_length = len(self.request.prompt_ids)
+        self.peak_tokens = self.prompt_length + self.request.params.max_tokens - 1
 
     @property
     def output_ids(self) -> list[int]:
@@ -143,12 +144,7 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """Most tokens it may still generate."""
-        return self.prompt_length + self.request.params.max_tokens - len(self.tokens)
-
-    @property
-    def peak_tokens(self) -> int:
-        """Most tokens that ever have keys and values: the last token generated is never fed back."""
-        return self.prompt_length + self.request.params.max_tokens - 1
+        return self.peak_tokens + 1 - len(self.tokens)
 
     @property
     def finished(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slora_ref.request import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """Tokens start .. start + count - 1 of one sequence run in this step."""
 

@@ -69,7 +69,7 @@ class EngineLoop:
         return news
 
     def _run(self, step: Step) -> None:
-        work = arrange(step.work, self.pool)
+        work = arrange(step.work)
         batch = Batch.build(work, self.pool)
         self.scheduler.commit(step)
         self.steps += 1

@@ -16,12 +16,17 @@ from slora_ref.scheduler.peak import Lifetime, peak_tokens
 class Forecast:
     """The memory forecast of one engine.
 
+    How far can a sequence lag behind lockstep? Prefill runs in order of admission. Beside decodes, a sequence lags by
+    its own chunks before the last and by those of the sequences before it. Where prefill takes steps of its own,
+    everybody waits for all of it.
+
     Args:
         config: `admission` decides whether a sequence counts with its max_tokens or with the mean finished length.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self._beside = config.chunked_prefill and not config.separate_prefill
         self._finished = 0
         self._generated = 0
 
@@ -30,34 +35,39 @@ class Forecast:
         self._finished += 1
         self._generated += generated
 
+    def fits(self, sequences: Seq[Sequence], tokens: int) -> bool:
+        """Whether these sequences (in order of admission) never hold more than `tokens` tokens at once."""
+        if sum([sequence.peak_tokens for sequence in sequences]) <= tokens:
+            return True  # even if all reached their full length at the same time
+        return self.peak(sequences) <= tokens
+
     def peak(self, sequences: Seq[Sequence]) -> int:
         """The most tokens that these sequences (in order of admission) will hold at once."""
-        return peak_tokens(
-            Lifetime(len(sequence.tokens), self._left(sequence), delay)
-            for sequence, delay in zip(sequences, self._delays(sequences), strict=True)
-        )
+        return peak_tokens(self._lifetimes(sequences), self._lag(sequences))
 
-    def _left(self, sequence: Sequence) -> int:
-        """Tokens that the sequence is counted to generate still."""
-        if self._config.admission == "max_tokens" or not self._finished:
-            return sequence.tokens_left
-        expected = math.ceil(self._generated / self._finished) - len(sequence.output_ids)
-        return min(sequence.tokens_left, max(1, expected))
-
-    def _delays(self, sequences: Seq[Sequence]) -> list[int]:
-        """Steps by which each may lag behind lockstep, given that prefill runs in order of admission.
-
-        Beside decodes, only prefilling sequences lag, by the chunks before their last. Where prefill takes steps of its
-        own, every other sequence pauses in them.
-        """
-        pending = [sequence.uncomputed if sequence.uncomputed > 1 else 0 for sequence in sequences]
-        if not self._config.chunked_prefill:
-            return [sum(map(bool, pending))] * len(sequences)
-        if self._config.separate_prefill:
-            return [-(-sum(pending) // self._config.max_batched_tokens)] * len(sequences)
+    def _lifetimes(self, sequences: Seq[Sequence]) -> list[Lifetime]:
+        """One pass with few calls: it runs for every candidate of every step."""
+        expected = None
+        if self._config.admission == "expected" and self._finished:
+            expected = math.ceil(self._generated / self._finished)
         room = self._config.max_batched_tokens - len(sequences) + 1  # rows a step that decodes leave, at least
-        delays, ahead = [], 0
-        for tokens in pending:
-            ahead += tokens
-            delays.append(-(-ahead // room) - 1 if tokens else 0)
-        return delays
+        lives, ahead = [], 0
+        for sequence in sequences:
+            known = len(sequence.tokens)
+            left, late = sequence.peak_tokens + 1 - known, 0
+            if expected is not None:
+                left = min(left, max(1, expected - known + sequence.prompt_length))
+            if known - sequence.computed > 1 and self._beside:
+                ahead += known - sequence.computed
+                late = -(-ahead // room) - 1
+            lives.append((left + late, left, known))
+        return lives
+
+    def _lag(self, sequences: Seq[Sequence]) -> int:
+        """Steps of prefill alone, in which all others wait."""
+        if self._beside:
+            return 0
+        prefills = [sequence.uncomputed for sequence in sequences if sequence.uncomputed > 1]
+        if not self._config.chunked_prefill:
+            return len(prefills)  # each step takes at least one whole prompt
+        return -(-sum(prefills) // self._config.max_batched_tokens)

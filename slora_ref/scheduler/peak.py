@@ -8,49 +8,47 @@ S-LoRA's admission builds on).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+
+Lifetime = tuple[int, int, int]
+"""(end, left, tokens): what one sequence will hold. In step t from now (t >= 1), tokens - 1 + min(t, left) tokens.
+
+end: the last step in which it can hold pages; `left`, plus the steps that it may lag behind in prefill.
+left: most tokens still to be generated, at least 1.
+tokens: known tokens (prompt and generated).
+"""
 
 
-class Lifetime(NamedTuple):
-    """What one sequence will hold: in step t from now, tokens - 1 + min(t, left), until step left + delay.
-
-    Args:
-        tokens: known tokens (prompt and generated).
-        left: most tokens still to be generated, at least 1.
-        delay: steps that it may lag behind, waiting for its prefill or for that of others.
-    """
-
-    tokens: int
-    left: int
-    delay: int = 0
-
-    @property
-    def end(self) -> int:
-        """The last step in which it can hold pages."""
-        return self.left + self.delay
-
-
-def peak_tokens(lifetimes: Iterable[Lifetime]) -> int:
+def peak_tokens(lifetimes: Iterable[Lifetime], lag: int = 0) -> int:
     """The most tokens with keys and values at any step, at worst. O(n log n).
 
-    Exact without delays. With them an upper bound (a late sequence is counted as if it grew at once and ended late),
-    and never above the sum of the full lengths.
+    Exact where nothing lags (end = left, lag = 0). Otherwise an upper bound (a late sequence is counted as if it grew
+    at once and ended late), and never above the sum of the full lengths.
+
+    Args:
+        lag: steps by which every end may come later.
     """
-    by_end = sorted(lifetimes, key=lambda life: -life.end)
-    by_left = sorted(by_end, key=lambda life: -life.left)
-    peak = held = growing = full = (
-        0  # of the sequences alive at step t: sum of tokens - 1, those growing, sum of left of the rest
-    )
-    next_growing = 0
-    for index, life in enumerate(by_end):
-        held += life.tokens - 1
-        full += life.left
-        step = life.end
-        while next_growing < len(by_left) and by_left[next_growing].left >= step:
-            full -= by_left[next_growing].left
+    by_end = sorted(lifetimes, reverse=True)
+    if not lag and all(end == left for end, left, _ in by_end):
+        return _peak_in_lockstep(by_end)
+    by_left = sorted([left for _, left, _ in by_end], reverse=True)
+    peak = 0
+    held = growing = grown = 0  # of those alive in a step: tokens - 1; how many still grow; `left` of those that do not
+    for on_time, left, tokens in by_end:
+        end = on_time + lag
+        held += tokens - 1
+        grown += left
+        while growing < len(by_left) and by_left[growing] >= end:
+            grown -= by_left[growing]
             growing += 1
-            next_growing += 1
-        last_of_its_end = index + 1 == len(by_end) or by_end[index + 1].end != step
-        if last_of_its_end:
-            peak = max(peak, held + growing * step + full)
+        peak = max(peak, held + growing * end + grown)
+    return peak
+
+
+def _peak_in_lockstep(by_end: list[Lifetime]) -> int:
+    """The usual case: in the last step of one sequence, those that end no sooner are alive and have grown as much."""
+    peak = held = 0
+    for alive, (end, _, tokens) in enumerate(by_end, 1):
+        held += tokens - 1
+        if held + alive * end > peak:
+            peak = held + alive * end
     return peak

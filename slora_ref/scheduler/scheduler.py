@@ -16,6 +16,7 @@ from slora_ref.policy import Policy
 from slora_ref.prefetch import Prefetcher
 from slora_ref.request import BASE_MODEL, FinishReason, Sequence
 from slora_ref.scheduler.forecast import Forecast
+from slora_ref.scheduler.room import Room
 from slora_ref.step import Step, Work
 
 
@@ -114,22 +115,12 @@ class Scheduler:
         dropped = list(ordering.dropped)
         for sequence in dropped:
             self.finish(sequence, FinishReason.ABORT, now, "dropped by the policy: it could not start in time")
+        room = Room(self.pool, self.prefetcher, self.forecast, self.config, self.running)
         admitted: list[Sequence] = []
-        taken = list(self.running)
-        adapters = self.prefetcher.held
-        adapter_pages = sum(map(self.prefetcher.pages_of, adapters))
-        new_rows = 0
         for sequence in ordering.candidates:
-            extra = 0
-            if sequence.adapter_id != BASE_MODEL and sequence.adapter_id not in adapters:
-                extra = self.prefetcher.pages_of(sequence.adapter_id)
-            new_rows += sequence.uncomputed
-            if not self._fits(taken, sequence, len(adapters) + bool(extra), adapter_pages + extra, new_rows):
+            if not room.has(sequence):
                 break
-            taken.append(sequence)
-            adapter_pages += extra
-            if sequence.adapter_id != BASE_MODEL:
-                adapters.add(sequence.adapter_id)
+            room.take(sequence)
             if self._bring(sequence):
                 admitted.append(sequence)
         self._start(admitted)
@@ -142,21 +133,6 @@ class Scheduler:
             return False
         self._steps_until_join = self.config.join_every
         return True
-
-    def _fits(
-        self, taken: list[Sequence], sequence: Sequence, adapters: int, adapter_pages: int, new_rows: int
-    ) -> bool:
-        """Whether the pool could hold `taken` and this sequence to their ends, beside so many adapters."""
-        if len(taken) >= self.config.max_running or adapters > self.pool.max_adapters:
-            return False
-        if (
-            self.config.separate_prefill
-            and new_rows > self.config.max_batched_tokens
-            and new_rows > sequence.uncomputed
-        ):
-            return False  # the next prefill step is full
-        room = self.pool.num_pages - adapter_pages
-        return self.pool.layout.token_pages(self.forecast.peak([*taken, sequence])) <= room
 
     def _bring(self, sequence: Sequence) -> bool:
         """Whether the sequence's adapter is resident; if not, it is fetched (or already on its way) and claimed."""
@@ -176,16 +152,19 @@ class Scheduler:
             if sequence.adapter_id != BASE_MODEL:
                 self.prefetcher.pin(sequence.adapter_id)
                 self.prefetcher.counts.hits += not sequence.waited_for_adapter
-        self.running += admitted
-        if admitted:
-            self.waiting = [sequence for sequence in self.waiting if sequence.slot is None]
+            self.waiting.remove(sequence)  # near the front under most policies
+            self.running.append(sequence)
 
     # --- rows ---
 
     def _pick_rows(self) -> list[Work]:
         """Decoding sequences first, one row each, then prefill in order of admission up to max_batched_tokens."""
-        prefill = [sequence for sequence in self.running if sequence.uncomputed > 1]
-        decode = [Work(sequence, sequence.computed, 1) for sequence in self.running if sequence.uncomputed == 1]
+        prefill, decode = [], []
+        for sequence in self.running:
+            if sequence.uncomputed > 1:
+                prefill.append(sequence)
+            else:
+                decode.append(Work(sequence, sequence.computed, 1))
         work = [] if prefill and self._prefill_alone(prefill[0], len(decode)) else decode
         room = self.config.max_batched_tokens - len(work)
         for sequence in prefill:
