@@ -15,8 +15,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "demo",
         help="serve thousands of adapters from one page pool and check every answer",
-        description="Registers many adapters of the toy model that comes with slora_ref, sends a burst of requests to a "
-        "pool that holds a few dozen adapters, and checks each answer against the dense model with that adapter merged.",
+        description="Registers many adapters of the toy model that comes with slora_ref, sends a burst to a "
+        "pool that holds a few dozen, and checks each answer against the dense model with that adapter merged.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--adapters", type=int, default=defaults.adapters, help="adapters to register")

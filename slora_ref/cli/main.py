@@ -12,10 +12,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from slora_ref import __version__
-from slora_ref.cli import demo, generate, inspect
+from slora_ref.cli.bench import add_parser as add_bench
+from slora_ref.cli.demo import add_parser as add_demo
+from slora_ref.cli.generate import add_parser as add_generate
+from slora_ref.cli.inspect import add_parser as add_inspect
 from slora_ref.errors import SloraError
 
-COMMANDS = (demo, generate, inspect)
+COMMANDS = (add_demo, add_generate, add_inspect, add_bench)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"slora_ref {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS:
-        module.add_parser(commands)
+    for add_command in COMMANDS:
+        add_command(commands)
     return top
 
 

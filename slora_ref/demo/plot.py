@@ -67,7 +67,7 @@ def _draw_history(axes: Any, watch: PoolWatch) -> None:
 
 
 def page_image(owners: Int[Array, " pages"], columns: int = 100) -> Int[Array, "rows columns"]:
-    """The pages line by line as colour numbers: 0 free, 1 keys and values, 2 and above adapters; the last line ends free."""
+    """Line by line, a colour number a page: 0 free, 1 keys and values, above adapters; the rest is free."""
     kinds = np.where(owners == FREE, 0, np.where(owners == KV, 1, 2 + owners % len(ADAPTER_COLOURS)))
     image = np.zeros((-(-len(kinds) // columns), columns), np.int32)
     image.ravel()[: len(kinds)] = kinds
