@@ -63,14 +63,16 @@ def filtered_probabilities(
 
     The likeliest token always stays.
     """
-    scaled = logits.astype(np.float64) / temperature[:, None]
+    below = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    with np.errstate(over="ignore"):  # at a temperature near 0 all but the likeliest fall to exp(-inf) = 0
+        scaled = below / temperature[:, None]
     order = np.argsort(-scaled, axis=1, kind="stable")
-    ordered = np.take_along_axis(scaled, order, axis=1)
+    p = np.exp(np.take_along_axis(scaled, order, axis=1))
     places = np.arange(logits.shape[1])
-    p = np.exp(ordered - ordered[:, :1])
     p[(places >= top_k[:, None]) & (top_k[:, None] > 0)] = 0
     before = np.cumsum(p, axis=1) - p
-    p[before >= top_p[:, None] * p.sum(axis=1, keepdims=True)] = 0  # enough without this token
+    enough = before >= top_p[:, None] * p.sum(axis=1, keepdims=True)  # without this token
+    p[enough & (top_p[:, None] < 1)] = 0
     p[p < min_p[:, None] * p[:, :1]] = 0
     unordered = np.empty_like(p)
     np.put_along_axis(unordered, order, p, axis=1)
