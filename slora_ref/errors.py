@@ -62,3 +62,7 @@ class PageError(SloraError):
 
 class KernelsNotFound(SloraError):
     """The folder of CUDA kernels is neither in the package nor beside it: an incomplete installation or checkout."""
+
+
+class KernelError(SloraError):
+    """A kernel cannot be compiled or launched: no compiler, or an argument of another dtype, shape, layout or device."""
