@@ -1,0 +1,83 @@
+"""Launch: one kernel with its grid and its arguments, checked; the same object runs on the GPU and through g++.
+
+It knows the names, types and layouts of arguments, and no backend. Which kernels there are is in ops/rungs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slora_ref.errors import KernelError
+
+Grid = tuple[int, int, int]
+INT_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a backend needs to start a kernel.
+
+    Args:
+        kernel: stem of the .cu file, and name of the function in it.
+        dtype: of the numbers in storage; the kernel is compiled for it.
+        grid, threads: blocks in each direction, and threads in a block.
+        shared: bytes of dynamic shared memory.
+        arguments: by name, in the kernel's order: arrays, None for an absent array, or NumPy scalars.
+        after_start: may start when the kernel before it allows so (programmatic dependent launch), where there is such.
+    """
+
+    kernel: str
+    dtype: np.dtype[Any]
+    grid: Grid
+    threads: int
+    shared: int
+    arguments: dict[str, Any]
+    after_start: bool = False
+
+
+def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...], strided: bool = False) -> Any:
+    """Returns `array` if a kernel can take it.
+
+    Args:
+        shape: what each dimension must be; None: anything.
+        strided: rows may lie further apart than their length; within a row, numbers are always neighbours.
+
+    Raises:
+        KernelError: another dtype, shape or layout; the message names the argument.
+    """
+    if array.dtype != np.dtype(dtype):
+        raise KernelError(
+            f"argument {name}: dtype {array.dtype}, the kernel takes {np.dtype(dtype)}; convert it before"
+        )
+    if len(array.shape) != len(shape) or any(w not in (None, n) for n, w in zip(array.shape, shape, strict=True)):
+        wanted = tuple("any" if want is None else want for want in shape)
+        raise KernelError(f"argument {name}: shape {tuple(array.shape)}, the kernel takes {wanted}")
+    if any(n > INT_MAX for n in array.shape):
+        raise KernelError(f"argument {name}: shape {tuple(array.shape)} exceeds the kernel's 32-bit sizes")
+    expected = array.dtype.itemsize
+    for axis in reversed(range(strided, len(shape))):
+        if array.shape[axis] > 1 and array.strides[axis] != expected:
+            raise KernelError(
+                f"argument {name}: strides {array.strides} of shape {tuple(array.shape)}; make it contiguous"
+            )
+        expected *= array.shape[axis]
+    if strided and array.shape[0] > 1 and (array.strides[0] < expected or array.strides[0] % array.dtype.itemsize):
+        raise KernelError(f"argument {name}: strides {array.strides} of shape {tuple(array.shape)}: rows overlap")
+    return array
+
+
+def row_stride(array: Any) -> np.int32:
+    """Numbers from one row to the next."""
+    inner = int(np.prod(array.shape[1:]))
+    return np.int32(array.strides[0] // array.dtype.itemsize if array.shape[0] > 1 else inner)
+
+
+def extent_bytes(array: Any) -> int:
+    """Bytes from the first number to the end of the last, gaps between rows included."""
+    if not array.size:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    return int(last + array.dtype.itemsize)

@@ -1,0 +1,157 @@
+"""The arguments of the LoRA kernels, in the order in which every rung of an operation takes them.
+
+What the arrays mean is written in the head of the operation's first rung. Sizes and strides are read off the arrays, so
+a caller passes nothing twice. It knows no backend: arrays are NumPy's or CuPy's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from slora_ref.ops.launch import check_array, row_stride
+from slora_ref.ops.tables import AdapterTables
+from slora_ref.shapes import Array, Float, Int
+
+Arguments = dict[str, Any]
+LORA_WORDS = 4  # a Lora entry is 4 words of 32 bits: first entry of A, of B, rank, scale
+MOST_TARGETS = 3  # q, k and v are the largest group
+
+
+def lora_lookup(
+    lora: Int[Array, "layers targets entries 4"], slots: Int[Array, " entries"], tables: AdapterTables
+) -> Arguments:
+    """lora_lookup: fills `lora` for the adapter slots of some rows or tiles."""
+    adapters, layers, targets = tables.rank.shape
+    return {
+        "lora": check_array("lora", lora, np.int32, (layers, targets, len(slots), LORA_WORDS)),
+        "slots": check_array("slots", slots, np.int32, (None,)),
+        "a_start": check_array("a_start", tables.a_start, np.int32, (adapters, targets)),
+        "b_start": check_array("b_start", tables.b_start, np.int32, (adapters, targets)),
+        "rank": check_array("rank", tables.rank, np.int32, (adapters, layers, targets)),
+        "scale": check_array("scale", tables.scale, np.float32, tables.rank.shape),
+        "entries": np.int32(len(slots)),
+        "layers": np.int32(layers),
+        "targets": np.int32(targets),
+        "table": np.int32(tables.pages.shape[1]),
+    }
+
+
+def mbgmv_shrink(
+    t: Float[Array, "splits rows targets t_columns"],
+    x: Float[Array, "rows d_in"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets rows 4"],
+) -> Arguments:
+    """mbgmv_shrink: t = x A, each row with its own adapter."""
+    rows, d_in = x.shape
+    return _weights(pages, page_table, lora, rows, t, x=x) | {
+        "rows": np.int32(rows),
+        "d_in": np.int32(d_in),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "x_stride": row_stride(x),
+        "page_stride": row_stride(pages),
+    }
+
+
+def mbgmv_expand(
+    y: Float[Array, "rows d_outs"],
+    t: Float[Array, "splits rows targets t_columns"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets rows 4"],
+    d_outs: tuple[int, ...],
+) -> Arguments:
+    """mbgmv_expand: y += scale t B, each row with its own adapter."""
+    rows = y.shape[0]
+    return _weights(pages, page_table, lora, rows, t, y=y, d_outs=d_outs) | {
+        "rows": np.int32(rows),
+        **_d_outs(d_outs),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "y_stride": row_stride(y),
+        "page_stride": row_stride(pages),
+    }
+
+
+def mbgmm_shrink(
+    t: Float[Array, "splits rows targets t_columns"],
+    x: Float[Array, "rows d_in"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets tiles 4"],
+    tiles: Int[Array, "tiles 2"],
+) -> Arguments:
+    """mbgmm_shrink: t = x A, each tile of rows with its adapter."""
+    rows, d_in = x.shape
+    return _weights(pages, page_table, lora, len(tiles), t, x=x) | {
+        "tiles": check_array("tiles", tiles, np.int32, (None, 2)),
+        "tile_count": np.int32(len(tiles)),
+        "rows": np.int32(rows),
+        "d_in": np.int32(d_in),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "x_stride": row_stride(x),
+        "page_stride": row_stride(pages),
+    }
+
+
+def mbgmm_expand(
+    y: Float[Array, "rows d_outs"],
+    t: Float[Array, "splits rows targets t_columns"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets tiles 4"],
+    tiles: Int[Array, "tiles 2"],
+    d_outs: tuple[int, ...],
+) -> Arguments:
+    """mbgmm_expand: y += scale t B, each tile of rows with its adapter."""
+    return _weights(pages, page_table, lora, len(tiles), t, y=y, d_outs=d_outs) | {
+        "tiles": check_array("tiles", tiles, np.int32, (None, 2)),
+        "tile_count": np.int32(len(tiles)),
+        "rows": np.int32(y.shape[0]),
+        **_d_outs(d_outs),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "y_stride": row_stride(y),
+        "page_stride": row_stride(pages),
+    }
+
+
+def _weights(
+    pages: Any,
+    page_table: Any,
+    lora: Any,
+    entries: int,
+    t: Any,
+    x: Any = None,
+    y: Any = None,
+    d_outs: tuple[int, ...] = (),
+) -> Arguments:
+    """The arrays that shrink (with x) and expand (with y) begin with; storage has the dtype of the pages."""
+    dtype, rows = pages.dtype, t.shape[1]
+    if x is not None:
+        check_array("t", t, np.float32, (None, rows, None, None))
+        first = {"t": t, "x": check_array("x", x, dtype, (rows, None), strided=True)}
+    else:
+        first = {"y": check_array("y", y, dtype, (rows, sum(d_outs)), strided=True)}
+        first["t"] = check_array("t", t, np.float32, (None, rows, len(d_outs), None))
+    return first | {
+        "pages": check_array("pages", pages, dtype, (None, None), strided=True),
+        "page_table": check_array("page_table", page_table, np.int32, (None, None)),
+        "lora": check_array("lora", lora, np.int32, (t.shape[2], entries, LORA_WORDS)),
+    }
+
+
+def _t_sizes(t: Any) -> Arguments:
+    splits, _, targets, t_columns = t.shape
+    return {"targets": np.int32(targets), "t_columns": np.int32(t_columns), "splits": np.int32(splits)}
+
+
+def _d_outs(d_outs: tuple[int, ...]) -> Arguments:
+    assert len(d_outs) <= MOST_TARGETS, d_outs
+    padded = (*d_outs, 0, 0)[:MOST_TARGETS]
+    return {f"d_out{i}": np.int32(d_out) for i, d_out in enumerate(padded)}

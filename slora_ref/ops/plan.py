@@ -1,0 +1,112 @@
+"""The plan of a step: which kernel serves which rows, as the integer arrays that kernels read. Made once a step.
+
+MBGMV serves rows one by one, MBGMM whole tiles of a segment; decode and prefill attention likewise. The choice depends
+on the length of a segment or span alone and is made here, and only here. Arrays are padded to a size that depends on
+the number of rows alone, so that a captured graph fits every step of its bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slora_ref.ops.tables import Segments, Spans
+from slora_ref.shapes import Array, Int, Int32
+
+NONE = -1  # no adapter, or no sequence
+
+
+def uses_mbgmm(length: Int[Array, " segments"]) -> Array:
+    """Whether a segment's rows share the reads of its adapter's weights (MBGMM) or read them one by one (MBGMV)."""
+    return length >= SHARED_FROM
+
+
+SHARED_FROM = 4  # rows of a segment
+SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
+QUERY_TILE = 16
+
+
+def tile_rows(rows: int) -> int:
+    """The most rows of a tile in a step of so many rows: large tiles read weights less often, small ones fill a GPU."""
+    return 16 if rows <= 512 else 64
+
+
+def tile_count(rows: int, shortest: int, size: int) -> int:
+    """The most tiles that segments of at least `shortest` rows, `rows` in all, can make."""
+    return max(rows // shortest, 2 * rows // (size + 1))
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Who computes the adapters' part of which rows.
+
+    Args:
+        row_slots: [rows] adapter slot of the rows that MBGMV serves, else -1.
+        tiles: [tiles, 2] first row and number of rows of each tile that MBGMM serves; 0 rows: an unused entry.
+        tile_slots: [tiles] adapter slot of each tile, else -1.
+        single, shared: whether MBGMV, and MBGMM, have anything to do.
+    """
+
+    row_slots: Int32[Array, " rows"]
+    tiles: Int32[Array, "tiles 2"]
+    tile_slots: Int32[Array, " tiles"]
+    single: bool
+    shared: bool
+
+
+def plan_lora(segments: Segments, rows: int) -> LoraPlan:
+    """Divides the segments of a step of `rows` rows."""
+    in_tiles = uses_mbgmm(segments.length) & (segments.adapter >= 0)
+    row_slots = np.full(rows, NONE, np.int32)
+    served = np.repeat(np.where(in_tiles, NONE, segments.adapter), segments.length)
+    row_slots[: len(served)] = served  # rows beyond are padding
+    slots, start, length = segments.adapter[in_tiles], segments.start[in_tiles], segments.length[in_tiles]
+    which, first, count = _cut(start, length, tile_rows(rows))
+    capacity = tile_count(rows, SHARED_FROM, tile_rows(rows))
+    tiles, tile_slots = np.zeros((capacity, 2), np.int32), np.full(capacity, NONE, np.int32)
+    tiles[: len(which)] = np.stack([first, count], axis=1)
+    tile_slots[: len(which)] = slots[which]
+    return LoraPlan(row_slots, tiles, tile_slots, bool((row_slots >= 0).any()), bool(len(which)))
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which rows are decode (one query of a sequence), and the tiles of the others.
+
+    Args:
+        queries: [rows, 2] sequence slot and visible tokens of each decode row; slot -1: not one.
+        tiles: [tiles, 4] first row, number of rows, sequence slot, and visible tokens of the first row, each later row
+            sees one more; 0 rows: an unused entry.
+        single, shared: whether there are decode rows, and tiles.
+    """
+
+    queries: Int32[Array, "rows 2"]
+    tiles: Int32[Array, "tiles 4"]
+    single: bool
+    shared: bool
+
+
+def plan_attention(spans: Spans, rows: int) -> AttentionPlan:
+    """Divides the spans of a step of `rows` rows."""
+    queries = np.tile(np.array([NONE, 0], np.int32), (rows, 1))
+    single = spans.length == 1
+    queries[spans.start[single], 0] = spans.slot[single]
+    queries[spans.start[single], 1] = spans.context[single]
+    shared = spans.length >= SPANS_SHARED_FROM
+    start, length = spans.start[shared], spans.length[shared]
+    which, first, count = _cut(start, length, QUERY_TILE)
+    visible = (spans.context[shared] - length)[which] + (first - start[which]) + 1
+    tiles = np.zeros((tile_count(rows, SPANS_SHARED_FROM, QUERY_TILE), 4), np.int32)
+    tiles[: len(which)] = np.stack([first, count, spans.slot[shared][which], visible], axis=1)
+    return AttentionPlan(queries, tiles, bool(single.any()), bool(len(which)))
+
+
+def _cut(
+    start: Int[Array, " n"], length: Int[Array, " n"], size: int
+) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
+    """Cuts ranges into tiles of at most `size`: the range of each tile, its start and its length."""
+    counts = -(-length // size)
+    which = np.repeat(np.arange(len(length)), counts)
+    offset = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    return which, start[which] + offset, np.minimum(size, length[which] - offset)
