@@ -12,14 +12,32 @@ from typing import Any
 import numpy as np
 
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments, Spans
-from slora_ref.shapes import Array, Float, Int
+from slora_ref.shapes import Array, Float, Int, Shaped
 
 
 class NumpyOps:
-    """The CPU backend. Stateless but for its dtype."""
+    """The CPU backend: a dtype, and a buffer for gathered weights."""
 
     def __init__(self, dtype: Any = np.float32) -> None:
         self.dtype = np.dtype(dtype)
+        self._buffer = np.empty(0, self.dtype)
+
+    def _gather(
+        self, pages: Float[Array, "pages width"], table: Int[Array, " table"], start: int, vectors: int, size: int
+    ) -> Float[Array, "vectors size"]:
+        """Reads `vectors` vectors of `size` numbers, each cut over ceil(size / width) pages, from scattered pages.
+
+        The result lives in a buffer that the next gather overwrites: it stays in the cache, so that only the pages
+        themselves come from memory.
+        """
+        width = pages.shape[1]
+        pieces = -(-size // width)
+        count = vectors * pieces
+        if self._buffer.size < count * width or self._buffer.dtype != pages.dtype:
+            self._buffer = np.empty(count * width, pages.dtype)
+        gathered = self._buffer[: count * width].reshape(count, width)
+        np.take(pages, table[start : start + count], axis=0, out=gathered, mode="clip")  # other modes copy twice
+        return gathered.reshape(vectors, pieces * width)[:, :size]
 
     def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """The embedding rows of `ids`."""
@@ -75,12 +93,12 @@ class NumpyOps:
             [rows, t_width] t, target after target; what lies beyond a segment's own columns is unspecified.
         """
         targets = list(group.targets)
-        t_width = int(tables.page_rank[:, targets].sum(axis=1).max(initial=0))
-        t = np.empty((x.shape[0], t_width), self.dtype)
-        for slot, start, length in zip(*_lists(segments.adapter, segments.start, segments.length), strict=True):
-            columns = int(tables.page_rank[slot, targets].sum()) if slot >= 0 else 0
-            if columns and length:
-                a = _gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), columns, x.shape[1])
+        page_ranks = tables.page_rank[:, targets].sum(axis=1)
+        t = np.empty((x.shape[0], int(page_ranks.max(initial=0))), self.dtype)
+        for slot, start, length in _rows_of_adapters(segments):
+            columns = int(page_ranks[slot])
+            if columns:
+                a = self._gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), columns, x.shape[1])
                 rows = slice(start, start + length)
                 np.matmul(x[rows], a.T, out=t[rows, :columns], dtype=self.dtype)
         return t
@@ -104,18 +122,22 @@ class NumpyOps:
             pages: [pages, width] the pool's storage of this layer.
             d_outs: output width of each target of the group.
         """
-        for slot, start, length in zip(*_lists(segments.adapter, segments.start, segments.length), strict=True):
-            if slot < 0 or not length:
-                continue
+        targets = list(group.targets)
+        for slot, start, length in _rows_of_adapters(segments):
             rows = slice(start, start + length)
+            ranks, page_ranks, starts, scales = _lists(
+                tables.rank[slot, layer, targets],
+                tables.page_rank[slot, targets],
+                tables.b_start[slot, targets],
+                tables.scale[slot, layer, targets],
+            )
             t_column = y_column = 0
-            for target, d_out in zip(group.targets, d_outs, strict=True):
-                rank = int(tables.rank[slot, layer, target])
+            for rank, page_rank, b_start, scale, d_out in zip(ranks, page_ranks, starts, scales, d_outs, strict=True):
                 if rank:
-                    b = _gather(pages, tables.pages[slot], int(tables.b_start[slot, target]), rank, d_out)
+                    b = self._gather(pages, tables.pages[slot], b_start, rank, d_out)
                     delta = t[rows, t_column : t_column + rank] @ b
-                    y[rows, y_column : y_column + d_out] += tables.scale[slot, layer, target] * delta
-                t_column += int(tables.page_rank[slot, target])
+                    y[rows, y_column : y_column + d_out] += np.float32(scale) * delta
+                t_column += page_rank
                 y_column += d_out
 
     def rope(
@@ -191,16 +213,12 @@ def _attend(
     return np.ascontiguousarray(by_head.transpose(1, 0, 2)).reshape(length, -1)
 
 
-def _gather(
-    pages: Float[Array, "pages width"], table: Int[Array, " table"], start: int, vectors: int, size: int
-) -> Float[Array, "vectors size"]:
-    """Reads `vectors` vectors of `size` numbers, each cut over ceil(size / width) pages, from scattered pages."""
-    pieces = -(-size // pages.shape[1])
-    ids = table[start : start + vectors * pieces]
-    whole: Float[Array, "vectors padded"] = pages[ids].reshape(vectors, -1)
-    return whole[:, :size]
+def _rows_of_adapters(segments: Segments) -> list[tuple[int, int, int]]:
+    """(adapter slot, start, length) of the segments that have an adapter and rows."""
+    triples = zip(*_lists(segments.adapter, segments.start, segments.length), strict=True)
+    return [(slot, start, length) for slot, start, length in triples if slot >= 0 and length]
 
 
-def _lists(*arrays: Int[Array, " n"]) -> list[list[int]]:
-    """Index arrays as Python lists: a loop over them is several times quicker."""
+def _lists(*arrays: Shaped[Array, " n"]) -> list[list[Any]]:
+    """Arrays as Python lists: a loop over them is several times quicker."""
     return [array.tolist() for array in arrays]
