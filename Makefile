@@ -1,5 +1,6 @@
 # One virtual environment for everything, with a stamp for each extra installed in it: any target can come first.
-# `make demo`, `make test`, `make lint`, `make oracle`, `make clean`. More options: make demo ARGS="--requests 1000".
+# `make demo`, `make test`, `make lint`, `make oracle`, `make kernels`, `make clean`.
+# More options: make demo ARGS="--requests 1000".
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,7 +14,7 @@ NAMES  := python3 python3.11 python3.12 python3.13 python3.14 python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in $(NAMES); do $$name -c '$(USABLE)' >/dev/null 2>&1 && { echo $$name; break; }; done)
 
-.PHONY: demo test lint oracle clean
+.PHONY: demo test lint oracle kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -30,6 +31,10 @@ lint: $(STAMP)dev
 # Compares with torch, transformers and peft; installs them, which takes a while.
 oracle: $(STAMP)test $(STAMP)oracle
 	$(BIN)/python -m pytest -m oracle $(ARGS)
+
+# Compiles every kernel for sm_80 to sm_90, without a GPU, and prints registers and shared memory.
+kernels: $(STAMP)test
+	$(BIN)/python -m slora_ref.ops.nvrtc
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

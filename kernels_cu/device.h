@@ -8,9 +8,11 @@
     extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
     type* name = reinterpret_cast<type*>(dynamic_shared)
 #define ON_DEVICE 1
+#define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
 #else
 #include "host/cuda_on_cpu.h"
 #define ON_DEVICE 0
+#define NEGATIVE_INFINITY (-HUGE_VALF)
 #endif
 #define HELPER __device__ __forceinline__
 

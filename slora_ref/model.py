@@ -9,7 +9,7 @@ from __future__ import annotations
 from slora_ref.batch import Batch
 from slora_ref.checkpoint import LayerWeights, ModelWeights
 from slora_ref.config import ModelConfig
-from slora_ref.ops.numpy_ops import NumpyOps
+from slora_ref.ops import Ops
 from slora_ref.ops.tables import DOWN, GATE_UP, QKV, LoraGroup, O
 from slora_ref.pager import PagePool
 from slora_ref.rope import rope_table
@@ -27,11 +27,10 @@ class LlamaModel:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: NumpyOps, pool: PagePool, max_positions: int
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, pool: PagePool, max_positions: int
     ) -> None:
         self.config, self.weights, self.ops, self.pool = config, weights, ops, pool
-        cos, sin = rope_table(config, max_positions)
-        self._cos, self._sin = cos.astype(ops.dtype), sin.astype(ops.dtype)
+        self._cos, self._sin = (ops.angle_table(table) for table in rope_table(config, max_positions))
 
     def forward(self, batch: Batch) -> Float[Array, "logits vocab"]:
         """Runs one step: stores the rows' keys and values, returns the logits of `batch.logit_rows`.
@@ -53,22 +52,11 @@ class LlamaModel:
         config, ops, pages = self.config, self.ops, self.pool.storage[layer]
         qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
         self._add_lora(qkv, x, batch, layer, QKV, (config.q_width, config.kv_width, config.kv_width))
-        q, k, v = self._split_heads(qkv)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
-        k = ops.rope(k, cos, sin)
-        ops.store(pages, k.reshape(len(k), -1), v.reshape(len(v), -1), batch.k_pages, batch.v_pages)
-        mixed = ops.attention(ops.rope(q, cos, sin), pages, self.pool.sequence_pages, batch.spans)
+        q = ops.rope_store(qkv, pages, self._cos, self._sin, batch.positions, batch.k_pages, batch.v_pages)
+        mixed = ops.attention(q, pages, self.pool.sequence_pages, batch.spans)
         out = ops.linear(mixed, weights.o, weights.o_bias)
         self._add_lora(out, mixed, batch, layer, O, (config.hidden_size,))
         return out
-
-    def _split_heads(self, qkv: Float[Array, "rows qkv_width"]) -> list[Float[Array, "rows _ head_dim"]]:
-        """[rows, q | k | v] as three views [rows, heads, head_dim]."""
-        config = self.config
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        by_head = qkv.reshape(len(qkv), sum(heads), config.head_dim)
-        ends = (heads[0], heads[0] + heads[1], sum(heads))
-        return [by_head[:, end - count : end] for end, count in zip(ends, heads, strict=True)]
 
     def _feed_forward(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
@@ -92,5 +80,5 @@ class LlamaModel:
     ) -> None:
         """y += s (xA) B for the targets of a group, in place."""
         tables, pages = self.pool.adapters, self.pool.storage[layer]
-        t = self.ops.lora_shrink(x, pages, tables, batch.segments, group)
+        t = self.ops.lora_shrink(x, pages, tables, batch.segments, group, layer)
         self.ops.lora_expand(y, t, pages, tables, batch.segments, group, layer, d_outs)

@@ -212,7 +212,7 @@ def run_lora(backend: Backend, case: Lora, layer: int) -> tuple[np.ndarray, np.n
     """t and the new y of the backend."""
     ops, tables, segments = backend.ops(), backend.put(case.tables), backend.put(case.segments)
     pages, x, y = backend.put(case.pages[layer]), backend.put(case.x), backend.put(case.y)
-    t = ops.lora_shrink(x, pages, tables, segments, case.group)
+    t = ops.lora_shrink(x, pages, tables, segments, case.group, layer)
     ops.lora_expand(y, t, pages, tables, segments, case.group, layer, case.d_outs)
     return backend.to_host(t), backend.to_host(y)
 

@@ -1,4 +1,4 @@
-// CUDA on the CPU: with this header in CUDA's place g++ compiles the .cu files, and runs them on copies of the arguments.
+// CUDA on the CPU: with this header in CUDA's place g++ compiles the .cu files and runs them on copies of the arguments.
 // A thread is a fiber: it runs until it waits or ends, then the next one of its block runs, in the order asked for. So a
 // missing barrier, a wrong index or an unwritten word shows, in the same way each time. What cannot show: ../README.md.
 #pragma once
@@ -29,6 +29,7 @@
 #define HOST_ENTRY(kernel) extern "C" int host_launch(shim::Request* request) { return shim::launch(kernel, request); }
 
 struct alignas(8) int2 { int x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -49,9 +50,9 @@ static Region stacks;
 
 // --- fibers: made once, each runs one thread of every block; gdb steps through them, for no libc call switches ---
 struct Context { void* at[5]; };
-[[gnu::noinline]] static void jump(Context& to) { __builtin_longjmp(to.at, 1); }
-[[gnu::noinline]] static void switch_to(Context& from, Context& to) { __builtin_setjmp(from.at) ? void() : jump(to); }
-[[gnu::noinline]] static void switch_to_new(Context& from, char* stack, size_t bytes, void (*entry)()) {
+[[gnu::noipa]] static void jump(Context& to) { __builtin_longjmp(to.at, 1); }
+[[gnu::noipa]] static void switch_to(Context& from, Context& to) { __builtin_setjmp(from.at) ? void() : jump(to); }
+[[gnu::noipa]] static void switch_to_new(Context& from, char* stack, size_t bytes, void (*entry)()) {
     ucontext_t fresh;
     getcontext(&fresh);
     fresh.uc_stack.ss_sp = stack, fresh.uc_stack.ss_size = bytes;
@@ -203,7 +204,7 @@ template <class P> static P argument(int i) {
     if constexpr (std::is_pointer_v<P>) {
         using Element = std::remove_pointer_t<P>;
         bool fits = int(sizeof(Element)) == given.item || (sizeof(Element) > 4 && given.bytes % sizeof(Element) == 0);
-        if (given.kind != 'a' || !fits) fail("%s is no array of items of %zu bytes", given.name, sizeof(Element));
+        if (given.kind != 'a' || (given.data && !fits)) fail("%s is no array of items of %zu bytes", given.name, sizeof(Element));
         if (!given.data) return value;
         arguments[i] = guarded(given.name, given.bytes);
         value = static_cast<P>(const_cast<void*>(static_cast<const void*>(arguments[i].data)));

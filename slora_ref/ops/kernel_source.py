@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from slora_ref.errors import KernelError
 from slora_ref.kernels import kernels_folder
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)}
 INCLUDE = '#include "device.h"\n'
 
 

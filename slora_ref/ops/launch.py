@@ -13,6 +13,7 @@ import numpy as np
 from slora_ref.errors import KernelError
 
 Grid = tuple[int, int, int]
+Arguments = dict[str, Any]  # by name, in the kernel's order: arrays, None for an absent one, or NumPy scalars
 INT_MAX = 2**31 - 1
 
 
@@ -25,7 +26,7 @@ class Launch:
         dtype: of the numbers in storage; the kernel is compiled for it.
         grid, threads: blocks in each direction, and threads in a block.
         shared: bytes of dynamic shared memory.
-        arguments: by name, in the kernel's order: arrays, None for an absent array, or NumPy scalars.
+        arguments: all that the kernel takes.
         after_start: may start when the kernel before it allows so (programmatic dependent launch), where there is such.
     """
 
@@ -34,7 +35,7 @@ class Launch:
     grid: Grid
     threads: int
     shared: int
-    arguments: dict[str, Any]
+    arguments: Arguments
     after_start: bool = False
 
 

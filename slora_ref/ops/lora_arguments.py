@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.ops.launch import check_array, row_stride
+from slora_ref.ops.launch import Arguments, check_array, row_stride
 from slora_ref.ops.tables import AdapterTables
 from slora_ref.shapes import Array, Float, Int
 
-Arguments = dict[str, Any]
 LORA_WORDS = 4  # a Lora entry is 4 words of 32 bits: first entry of A, of B, rank, scale
 MOST_TARGETS = 3  # q, k and v are the largest group
 

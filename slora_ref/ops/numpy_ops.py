@@ -78,6 +78,7 @@ class NumpyOps:
         tables: AdapterTables,
         segments: Segments,
         group: LoraGroup,
+        layer: int,
     ) -> Float[Array, "rows t_width"]:
         """t = x A for every target of a group, at each segment's own rank (MBGMV / MBGMM, paper section 5.2).
 
@@ -88,6 +89,7 @@ class NumpyOps:
         Args:
             x: [rows, d_in] input of the group's projections.
             pages: [pages, width] the pool's storage of this layer.
+            layer: kernels leave out the columns beyond its rank, which are zeros.
 
         Returns:
             [rows, t_width] t, target after target; what lies beyond a segment's own columns is unspecified.
@@ -160,6 +162,26 @@ class NumpyOps:
         kept = k_pages >= 0
         pages[k_pages[kept]] = k[kept]
         pages[v_pages[kept]] = v[kept]
+
+    def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
+        """A table of cosines or sines as rope_store wants it."""
+        return table.astype(self.dtype)
+
+    def rope_store(
+        self,
+        qkv: Float[Array, "rows qkv_width"],
+        pages: Float[Array, "pages width"],
+        cos: Float[Array, "positions half"],
+        sin: Float[Array, "positions half"],
+        positions: Int[Array, " rows"],
+        k_pages: Int[Array, " rows"],
+        v_pages: Int[Array, " rows"],
+    ) -> Float[Array, "rows heads head_dim"]:
+        """Rotates q and k by their positions, stores k and v, returns q; one operation, since one kernel does it."""
+        q, k, v = np.split(qkv, [qkv.shape[1] - 2 * pages.shape[1], qkv.shape[1] - pages.shape[1]], axis=1)
+        q, k = (self.rope(x.reshape(len(x), -1, 2 * cos.shape[1]), cos[positions], sin[positions]) for x in (q, k))
+        self.store(pages, k.reshape(len(k), -1), v, k_pages, v_pages)
+        return q
 
     def attention(
         self,

@@ -110,3 +110,16 @@ def _cut(
     which = np.repeat(np.arange(len(length)), counts)
     offset = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
     return which, start[which] + offset, np.minimum(size, length[which] - offset)
+
+
+def context_chunk(rows: int, heads: int, positions: int) -> int:
+    """Tokens of a context that one block of decode attention goes through.
+
+    All of them where rows and heads alone fill a GPU; else parts, whose results are merged. So the order of a row's
+    sums depends on the number of rows of the step (its bucket) and on its own context.
+    """
+    return positions if rows * heads >= BLOCKS_TO_FILL_A_GPU else min(positions, 512)
+
+
+BLOCKS_TO_FILL_A_GPU = 512
+SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 1}  # parts of the sum over d_in, added by the expand that follows

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slora_ref.errors import KernelError
-from slora_ref.ops.launch import Grid, Launch
+from slora_ref.ops.launch import Arguments, Grid, Launch
 
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
@@ -51,12 +51,25 @@ def _outputs(sizes: SimpleNamespace) -> int:
     return int(sizes.d_out0 + sizes.d_out1 + sizes.d_out2)
 
 
+def _attention_words(sizes: SimpleNamespace) -> int:
+    """Scores of a block's threads and a sum for each column of a head."""
+    return int(4 * (128 + sizes.head_dim))
+
+
 RUNGS: Mapping[str, Rung] = {
     "lora_lookup_1_naive": Rung(128, lambda s: (_blocks(s.layers * s.targets * s.entries, 128), 1, 1)),
     "mbgmv_shrink_1_naive": Rung(64, lambda s: (s.rows, s.targets, s.splits)),
     "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.rows, 1), after_start=True),
     "mbgmm_shrink_1_naive": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
     "mbgmm_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.tile_count, 1), after_start=True),
+    "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), _attention_words),
+    "paged_attention_merge_1_naive": Rung(128, lambda s: (s.heads, s.rows, 1), after_start=True),
+    "paged_attention_prefill_1_naive": Rung(128, lambda s: (s.heads, s.tile_count, 1), _attention_words),
+    "rope_store_1_naive": Rung(128, lambda s: (s.rows, 1, 1)),
+    "rms_norm_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 4 * 128),
+    "silu_mul_1_naive": Rung(128, lambda s: (_blocks(s.ffn, 128), s.rows, 1)),
+    "argmax_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 12 * 128),
+    "load_pages_1_naive": Rung(256, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 256)), 1, 1)),
 }
 
 
@@ -79,7 +92,7 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
     return sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0]))
 
 
-def make_launch(kernel: str, dtype: Any, arguments: dict[str, Any]) -> Launch:
+def make_launch(kernel: str, dtype: Any, arguments: Arguments) -> Launch:
     """The launch of `kernel` with these arguments: looks its grid up and computes it.
 
     Raises:
