@@ -9,6 +9,7 @@ never with the code under test.
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,14 @@ def adapter_json(config: ModelConfig, ranks: Mapping[tuple[int, str], int]) -> d
         "use_dora": False,
         "modules_to_save": None,
     }
+
+
+def peak_bytes() -> int:
+    """Most memory that this process ever held; Linux' VmHWM, since ru_maxrss begins with the parent's."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def write_json(path: Path, value: object) -> None:

@@ -37,6 +37,14 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+def _no_constant(name: str) -> None:
+    """NaN and Infinity are no JSON, though Python reads them."""
+    raise ValueError(f"{name} is not JSON")
+
+
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)
+
+
 class StoredTensor(NamedTuple):
     """One tensor of a file: its dtype as the file names it, its shape, its first byte in the file and its size."""
 
@@ -74,12 +82,14 @@ def read_header(path: Path, error: type[SloraError]) -> Header:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, status.st_size - 8):
                 raise error(f"{_name(path)}: a header of {length} bytes in a file of {status.st_size}; truncated?")
-            entries = json.loads(file.read(length).decode("utf-8"))
+            entries = STRICT_JSON.decode(file.read(length).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
         raise error(f"{_name(path)}: the header cannot be read: {show(str(cause))}") from None
     if not isinstance(entries, dict):
         raise error(f"{_name(path)}: the header is not a JSON object")
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise error(f"{_name(path)}: __metadata__ is {show(metadata)}; an object of texts is needed")
     try:
         tensors = {name: _stored(name, entry, 8 + length) for name, entry in entries.items()}
         _check_tiling(tensors, 8 + length, status.st_size)

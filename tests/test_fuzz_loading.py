@@ -1,0 +1,24 @@
+"""Broken folders of every kind load right or are refused with one line, quickly and in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fuzz_loading.py")
+
+
+@pytest.mark.parametrize("examples", [400])
+def test_broken_folders_load_right_or_are_refused_with_one_line(examples: int) -> None:
+    """A subprocess, as time and memory count; 10,000 examples: python tests/fuzz_loading.py 10000."""
+    done = subprocess.run([sys.executable, str(SCRIPT), str(examples)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    seen = json.loads(done.stdout)
+    assert seen["slowest_s"] < 1.0
+    assert seen["peak_mb"] < 200
+    assert seen["loaded"] > examples / 20, "the fuzz breaks everything, so it tests little"
+    assert seen["refused"] > examples / 4
