@@ -54,7 +54,7 @@ class PageAllocator:
             raise PageError(f"cannot allocate {count} pages")
         if count > self._top:
             raise OutOfPages(count, self._top)
-        pages = self._stack[self._top - count : self._top].copy()
+        pages = self._stack[self._top - count : self._top][::-1].copy()  # the top of the stack first
         self._top -= count
         self._is_free[pages] = False
         return pages
@@ -67,7 +67,7 @@ class PageAllocator:
         """
         self._check_owned(pages)
         self._is_free[pages] = True
-        self._stack[self._top : self._top + len(pages)] = pages
+        self._stack[self._top : self._top + len(pages)] = pages[::-1]  # so that they come out again in this order
         self._top += len(pages)
 
     def _check_owned(self, pages: Int[Array, " pages"]) -> None:
