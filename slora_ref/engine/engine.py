@@ -76,10 +76,10 @@ class Engine(EngineLoop):
         number = self._next_number
         adapter_id = BASE_MODEL if version is None else version.adapter_id
         sequence = Sequence(number, request, adapter_id, seed_of(params, self.scheduler.config.seed, number))
+        stream = None if self.tokenizer is None else TextStream(self.tokenizer, list(request.prompt_ids), params.stop)
         self.scheduler.add(sequence)
         if version is not None:
             self.store.acquire(version)
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer, list(request.prompt_ids), params.stop)
         self._live[number] = Live(sequence, stream)
         self._next_number += 1
         return number
@@ -103,23 +103,23 @@ class Engine(EngineLoop):
             params, adapters: one for all, or one for each prompt.
 
         Raises:
-            UnknownAdapter, RequestError: one of them is refused; then none is served.
+            UnknownAdapter, RequestError: one of them is refused; then none is served. Whatever is raised, none goes on.
         """
         count = len(prompts)
         hows, names = one_for_each(params, count, "params"), one_for_each(adapters, count, "adapters")
         ids: list[int] = []
+        done: dict[int, Completion] = {}
         try:
             ids.extend(
                 self.add_request(prompt, how, adapter)
                 for prompt, how, adapter in zip(prompts, hows, names, strict=True)
             )
+            for news in self._follow(set(ids)):
+                if news.completion is not None:
+                    done[news.request_id] = news.completion
         except BaseException:
             self._withdraw(ids)
             raise
-        done: dict[int, Completion] = {}
-        for news in self._follow(set(ids)):
-            if news.completion is not None:
-                done[news.request_id] = news.completion
         return [done[request_id] for request_id in ids]
 
     def stream(
@@ -140,13 +140,7 @@ class Engine(EngineLoop):
 
     def _follow(self, ids: set[int]) -> Iterator[RequestOutput]:
         """Steps until these requests have ended and yields their news; that of other requests is kept for `step`."""
-        others: list[RequestOutput] = []
-        try:
-            while ids & self._live.keys() or any(news.request_id in ids for news in self._news):
-                for news in self.step():
-                    if news.request_id in ids:
-                        yield news
-                    else:
-                        others.append(news)
-        finally:
-            self._news = others + self._news
+        while ids & self._live.keys() or any(news.request_id in ids for news in self._news):
+            news = self.step()
+            self._news = [piece for piece in news if piece.request_id not in ids]
+            yield from [piece for piece in news if piece.request_id in ids]

@@ -54,8 +54,13 @@ class Live:
         return None if sequence.tokens_left else FinishReason.LENGTH
 
     def flush(self) -> str:
-        """The text that was held back; the request has ended."""
-        rest = "" if self.stream is None else self.stream.flush()
+        """The text that was held back; the request has ended. Where it cannot be decoded, it has ended by an error."""
+        rest = ""
+        try:
+            rest = "" if self.stream is None else self.stream.flush()
+        except Exception as failure:  # noqa: BLE001  the end of one request must not be the end of the step
+            self.sequence.finish_reason = FinishReason.ERROR
+            self.sequence.error = self.sequence.error or f"the request failed: {failure!r}"
         self.text.append(rest)
         return rest
 

@@ -55,7 +55,8 @@ class EngineLoop:
 
     def step(self) -> list[RequestOutput]:
         """One iteration: at most one run of the model. Returns the news of all requests since the last call."""
-        for adapter_id, failure in self.prefetcher.poll():
+        failures = self.prefetcher.poll()
+        for adapter_id, failure in failures:
             for sequence in [waiting for waiting in self.scheduler.waiting if waiting.adapter_id == adapter_id]:
                 self._finish(self._live[sequence.number], FinishReason.ERROR, str(failure))
         step, dropped = self.scheduler.schedule(self.clock.now())
@@ -63,7 +64,7 @@ class EngineLoop:
             self._close(self._live[sequence.number])
         if step.work:
             self._run(step)
-        elif self.prefetcher.loading:
+        elif self.prefetcher.loading and not failures and not dropped:  # nothing to do and nothing to tell
             self.prefetcher.loader.wait()
         news, self._news = self._news, []
         return news
@@ -75,9 +76,11 @@ class EngineLoop:
         self.steps += 1
         try:
             result = self.executor.run(batch, sampling_of([item.sequence for item in work if item.samples]))
-        except Exception as error:  # noqa: BLE001  a step that fails ends its requests, not the engine
+        except BaseException as error:  # a step that fails (or is interrupted) ends its requests, not the engine
             for item in work:
                 self._finish(self._live[item.sequence.number], FinishReason.ERROR, f"the step failed: {error!r}")
+            if not isinstance(error, Exception):
+                raise
             return
         self._commit(work, result)
 
