@@ -28,7 +28,7 @@ lint: $(STAMP)dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Compares with torch, transformers and peft; installs them, which takes a while.
+# Compares with torch, transformers and peft. Installs them, 5 GB with torch's CUDA; a torch already in .venv is kept.
 oracle: $(STAMP)test $(STAMP)oracle
 	$(BIN)/python -m pytest -m oracle $(ARGS)
 

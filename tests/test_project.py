@@ -194,7 +194,6 @@ def test_every_module_can_be_imported_without_the_extras() -> None:
     assert printed.split() == sorted(modules)
 
 
-@pytest.mark.skipif(not (PACKAGE / "toy" / "model").exists(), reason="slora_ref/toy/model does not exist yet")
 def test_the_demo_runs_without_the_extras() -> None:
     assert '"wrong": 0' in run_without_optional_packages(DEMO).splitlines()[-1]
 

@@ -132,9 +132,6 @@ def test_the_command_is_installed(environment: str, request: pytest.FixtureReque
     assert "demo" in printed
 
 
-@pytest.mark.skipif(
-    not (ROOT / "slora_ref" / "toy" / "model").exists(), reason="slora_ref/toy/model does not exist yet"
-)
 def test_the_demo_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     printed = run(installed / "slora-ref", *"demo --adapters 40 --requests 8 --json".split(), cwd=tmp_path)
     result = json.loads(printed.splitlines()[-1])
