@@ -40,6 +40,11 @@ class IncrementalDecoder:
         piece, self._sent = text[self._sent :], len(text)
         return piece
 
+    def check(self) -> None:
+        """Raises AssertionError unless exactly the certain text of the window is out (or, after `flush`, all of it)."""
+        text, waiting = self._decode(self._window)
+        assert self._sent in (len(text) - waiting, len(text)), (self._sent, text, waiting)
+
     def _advance(self) -> str:
         """The certain text that is not out yet; it is out then, and the window is shortened."""
         text, waiting = self._decode(self._window)

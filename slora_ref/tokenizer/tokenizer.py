@@ -22,6 +22,7 @@ from slora_ref.tokenizer.chat import Message, find_template, render
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 UNKNOWN = "\ufffd"
+LARGEST_ID = (1 << 32) - 1  # the library raises above it
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # later ones win
 
 
@@ -78,10 +79,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; those without a text, and with `skip_special` special tokens, are passed over."""
-        known = [i for i in ids if 0 <= i < 1 << 32]
-        text = self._library.decode(known, skip_special_tokens=skip_special)
+        text = self._library.decode([i for i in ids if 0 <= i <= LARGEST_ID], skip_special_tokens=skip_special)
         if self._byte_fallback and UNKNOWN in text:
-            return str(self._library.decoder.decode(_mend(self._tokens(known, skip_special))))
+            return str(self._library.decoder.decode(_mend(self._tokens(ids, skip_special))))
         return str(text)
 
     def open_bytes(self, ids: Sequence[int]) -> int:
@@ -124,7 +124,7 @@ class Tokenizer:
     def _tokens(self, ids: Sequence[int], skip_special: bool) -> list[str]:
         """The tokens of ids, without those that are skipped or unknown."""
         skipped = self._special_ids if skip_special else ()
-        tokens = [self._library.id_to_token(i) for i in ids if i >= 0 and i not in skipped]
+        tokens = [self._library.id_to_token(i) for i in ids if 0 <= i <= LARGEST_ID and i not in skipped]
         return [token for token in tokens if token is not None]
 
     def _bytes_of(self, token: str) -> bytes | None:
