@@ -44,8 +44,10 @@ class Policy(Protocol):
 class FCFS:
     """First come, first served: the paper's default.
 
-    Starvation: none. Nothing is admitted before an earlier request but while that one's adapter is on its way, and then
-    its pages stay reserved. So a request starts at the latest when all requests before it have ended.
+    Starvation: none. A request is passed only while its adapter is on its way for the first time, and by requests of
+    the base model while it waits for a slot of the adapter table; what it needs stays reserved meanwhile. So it starts
+    at the latest when all requests before it have ended and its adapter is there; with `admission = "expected"`, where
+    those that passed it may outgrow their forecast, when they have ended too.
     """
 
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> Ordering:

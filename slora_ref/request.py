@@ -120,6 +120,7 @@ class Sequence:
     first_token_at: float | None = None
     finished_at: float | None = None
     waited_for_adapter: bool = False
+    fetches: int = 0  # loads of its adapter that were begun for it
     logprobs: list[dict[int, float]] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)  # with keep_logits: one [vocab] array a position
     prompt_length: int = field(init=False)

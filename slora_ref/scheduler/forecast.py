@@ -12,13 +12,17 @@ from slora_ref.config import EngineConfig
 from slora_ref.request import Sequence
 from slora_ref.scheduler.peak import Lifetime, peak_tokens
 
+FOREVER = 1 << 62
+"""A step that never comes."""
+
 
 class Forecast:
     """The memory forecast of one engine.
 
     How far can a sequence lag behind lockstep? Prefill runs in order of admission. Beside decodes, a sequence lags by
     its own chunks before the last and by those of the sequences before it. Where prefill takes steps of its own,
-    everybody waits for all of it.
+    everybody waits for all of it. A sequence that waits for its adapter starts at a time that nobody knows, so it
+    counts with all that it will ever hold, until everybody else has ended.
 
     Args:
         config: `admission` decides whether a sequence counts with its max_tokens or with the mean finished length.
@@ -35,15 +39,22 @@ class Forecast:
         self._finished += 1
         self._generated += generated
 
-    def fits(self, sequences: Seq[Sequence], tokens: int) -> bool:
-        """Whether these sequences (in order of admission) never hold more than `tokens` tokens at once."""
-        if sum([sequence.peak_tokens for sequence in sequences]) <= tokens:
-            return True  # even if all reached their full length at the same time
-        return self.peak(sequences) <= tokens
+    def fits(self, sequences: Seq[Sequence], claims: Seq[Sequence], tokens: int) -> bool:
+        """Whether these sequences never hold more than `tokens` tokens at once.
 
-    def peak(self, sequences: Seq[Sequence]) -> int:
-        """The most tokens that these sequences (in order of admission) will hold at once."""
-        return peak_tokens(self._lifetimes(sequences), self._lag(sequences))
+        Args:
+            sequences: in order of admission.
+            claims: sequences that wait for their adapters.
+        """
+        if sum([sequence.peak_tokens for sequence in [*sequences, *claims]]) <= tokens:
+            return True  # even if all reached their full length at the same time
+        return self.peak(sequences, claims) <= tokens
+
+    def peak(self, sequences: Seq[Sequence], claims: Seq[Sequence] = ()) -> int:
+        """The most tokens that these sequences will hold at once, whenever the claims start."""
+        lives = self._lifetimes([*sequences, *claims])
+        lives[len(sequences) :] = [(FOREVER, left, known) for _, left, known in lives[len(sequences) :]]
+        return peak_tokens(lives, self._lag(sequences, claims))
 
     def _lifetimes(self, sequences: Seq[Sequence]) -> list[Lifetime]:
         """One pass with few calls: it runs for every candidate of every step."""
@@ -63,11 +74,12 @@ class Forecast:
             lives.append((left + late, left, known))
         return lives
 
-    def _lag(self, sequences: Seq[Sequence]) -> int:
-        """Steps of prefill alone, in which all others wait."""
+    def _lag(self, sequences: Seq[Sequence], claims: Seq[Sequence]) -> int:
+        """Steps of prefill alone, in which all others wait. Claims may come one by one, each with steps of its own."""
         if self._beside:
             return 0
         prefills = [sequence.uncomputed for sequence in sequences if sequence.uncomputed > 1]
+        later = [sequence.uncomputed for sequence in claims if sequence.uncomputed > 1]
         if not self._config.chunked_prefill:
-            return len(prefills)  # each step takes at least one whole prompt
-        return -(-sum(prefills) // self._config.max_batched_tokens)
+            return len(prefills) + len(later)  # each step takes at least one whole prompt
+        return sum(-(-tokens // self._config.max_batched_tokens) for tokens in [sum(prefills), *later])

@@ -106,10 +106,13 @@ class Scheduler:
         """Moves waiting sequences to running, in the policy's order, up to the first that does not fit.
 
         A sequence that fits but whose adapter is missing keeps its place (a claim): its adapter is fetched, what it
-        needs is counted, and those behind it may pass only into what is left. So passing never delays it.
+        needs is counted, and those behind it may pass only into what is left, and only during its first load. So
+        passing never delays it. Where it waits for a slot of the adapter table, only the base model may pass.
         """
+        if not self._may_join():
+            return []
         self.claimed = set()
-        if not self._may_join() or not self.waiting:
+        if not self.waiting:
             return []
         ordering = self.policy.order(self.waiting, self.running, now)
         dropped = list(ordering.dropped)
@@ -120,9 +123,12 @@ class Scheduler:
         for sequence in ordering.candidates:
             if not room.has(sequence):
                 break
-            room.take(sequence)
-            if self._bring(sequence):
+            starts = room.has_slot(sequence) and self._bring(sequence)
+            room.take(sequence, starts)
+            if starts:
                 admitted.append(sequence)
+            elif sequence.fetches > 1:
+                break
         self._start(admitted)
         return dropped
 
@@ -142,7 +148,7 @@ class Scheduler:
         if not self.prefetcher.is_resident(adapter_id):
             sequence.waited_for_adapter = True
             if adapter_id not in self.prefetcher.held:
-                self.prefetcher.fetch(adapter_id, keep=self.claimed)
+                sequence.fetches += self.prefetcher.fetch(adapter_id, keep=self.claimed)
         self.claimed.add(adapter_id)
         return self.prefetcher.is_resident(adapter_id)
 
