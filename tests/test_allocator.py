@@ -105,6 +105,15 @@ def test_pages_come_in_a_random_order_only_when_asked_for() -> None:
     assert shuffled.tolist() == PageAllocator(1000, 7).allocate(1000).tolist()
 
 
+def test_pages_that_were_freed_come_out_again_in_the_same_order() -> None:
+    """Neighbours stay neighbours, which reads faster."""
+    allocator = PageAllocator(10)
+    pages = allocator.allocate(6)
+    assert pages.tolist() == [0, 1, 2, 3, 4, 5]
+    allocator.free(pages[1:4])
+    assert allocator.allocate(3).tolist() == [1, 2, 3]
+
+
 def test_pages_handed_out_are_a_copy() -> None:
     """The caller's array must not change when the allocator goes on, nor the allocator when the caller writes."""
     allocator = PageAllocator(4)
