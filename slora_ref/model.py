@@ -38,13 +38,15 @@ class LlamaModel:
         About 2 FLOPs a row for each weight; memory traffic is the weights once, plus each adapter and each context
         once.
         """
-        config, ops = self.config, self.ops
+        ops, layers, eps = self.ops, self.weights.layers, self.config.rms_norm_eps
         x = ops.embed(self.weights.embed, batch.token_ids)
-        for layer, weights in enumerate(self.weights.layers):
-            x = x + self._attention(ops.rms_norm(x, weights.input_norm, config.rms_norm_eps), batch, layer, weights)
-            x = x + self._feed_forward(ops.rms_norm(x, weights.post_norm, config.rms_norm_eps), batch, layer, weights)
-        x = ops.rms_norm(x[batch.logit_rows], self.weights.norm, config.rms_norm_eps)
-        return ops.linear(x, self.weights.lm_head)[:, : config.vocab_size]  # rows of padding are no tokens
+        normed = ops.rms_norm(x, layers[0].input_norm, eps)
+        next_norms = (*(weights.input_norm for weights in layers[1:]), self.weights.norm)
+        for layer, (weights, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            normed = ops.add_rms_norm(x, self._attention(normed, batch, layer, weights), weights.post_norm, eps)
+            normed = ops.add_rms_norm(x, self._feed_forward(normed, batch, layer, weights), next_norm, eps)
+        wanted = ops.embed(normed, batch.logit_rows)
+        return ops.linear(wanted, self.weights.lm_head)[:, : self.config.vocab_size]  # rows of padding are no tokens
 
     def _attention(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slora_ref.ops.attend import attend
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments, Spans
 from slora_ref.shapes import Array, Float, Int, Shaped
 
@@ -62,6 +63,17 @@ class NumpyOps:
         scale = 1.0 / np.sqrt(mean_square + eps)
         normed: Float[Array, "rows hidden"] = x * scale[:, None].astype(x.dtype) * weight
         return normed
+
+    def add_rms_norm(
+        self,
+        x: Float[Array, "rows hidden"],
+        delta: Float[Array, "rows hidden"],
+        weight: Float[Array, " hidden"],
+        eps: float,
+    ) -> Float[Array, "rows hidden"]:
+        """x += delta in place, then the norm of the sum: one operation, since one kernel does it."""
+        x += delta
+        return self.rms_norm(x, weight, eps)
 
     def silu_mul(self, gate_up: Float[Array, "rows two_ffn"]) -> Float[Array, "rows ffn"]:
         """silu(gate) * up, where the row holds gate, then up."""
@@ -209,30 +221,8 @@ class NumpyOps:
         ):
             if length:
                 keys, values = pages[sequence_pages[slot, :, :context]].reshape(2, context, kv_heads, head_dim)
-                out[start : start + length] = _attend(q[start : start + length], keys, values)
+                out[start : start + length] = attend(q[start : start + length], keys, values)
         return out
-
-
-def _attend(
-    q: Float[Array, "length heads head_dim"],
-    keys: Float[Array, "context kv_heads head_dim"],
-    values: Float[Array, "context kv_heads head_dim"],
-) -> Float[Array, "length q_width"]:
-    """Attention of the last `length` tokens of a sequence over all its `context` tokens; heads are a batch axis."""
-    length, heads, head_dim = q.shape
-    context, kv_heads, _ = keys.shape
-    grouped = q.reshape(length, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
-    scores = (grouped * head_dim**-0.5).reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2, 0)
-    scores = scores.reshape(kv_heads, heads // kv_heads, length, context)
-    if length > 1:
-        future = np.arange(context) > np.arange(context - length, context)[:, None]
-        scores[..., future] = -np.inf
-    scores -= scores.max(axis=-1, keepdims=True)  # every row sees at least itself, so the maximum is finite
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = scores.reshape(kv_heads, -1, context) @ values.transpose(1, 0, 2)
-    by_head = mixed.reshape(heads, length, head_dim)
-    return np.ascontiguousarray(by_head.transpose(1, 0, 2)).reshape(length, -1)
 
 
 def _rows_of_adapters(segments: Segments) -> list[tuple[int, int, int]]:
