@@ -115,6 +115,8 @@ class HostKernels:
             KernelError: the kernel did what no kernel may: an access out of bounds or misaligned, a divergent barrier,
                 an argument of another size; no argument was changed. Or it could not be compiled.
         """
+        if 0 in launch.grid:
+            return
         key = (launch.kernel, launch.dtype.name)
         if key not in self._loaded:
             self._loaded[key] = ctypes.CDLL(str(self.library(launch.kernel, launch.dtype)))
