@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slora_ref.adapter import Adapter, AdapterHeader, load_adapter, read_header
+from slora_ref.adapter.header import WEIGHTS
 from slora_ref.config import TARGETS, ModelConfig
 from slora_ref.errors import AdapterError, LoadFailed, SloraError, UnknownAdapter
 from slora_ref.pager import AdapterShape, PageLayout
@@ -25,11 +26,17 @@ LONGEST_NAME = 256
 
 @dataclass
 class AdapterVersion:
-    """One registration of a name. A name registered again gets another id, so nothing stale can answer for it."""
+    """One registration of a name. A name registered again gets another id, so nothing stale can answer for it.
+
+    Args:
+        source: tells the file apart from any that was there before, also where a tool has restored its time.
+        users: requests that have not ended.
+    """
 
     adapter_id: int
     name: str
     header: AdapterHeader
+    source: tuple[object, ...]
     shape: AdapterShape
     pages: int
     users: int = 0
@@ -74,7 +81,8 @@ class AdapterStore:
         self._check_name(name)
         header = read_header(Path(path), self.config)
         shape = AdapterShape(header.ranks, header.scales)
-        version = AdapterVersion(self._next_id, name, header, shape, self.layout.adapter_pages(shape.page_ranks))
+        pages = self.layout.adapter_pages(shape.page_ranks)
+        version = AdapterVersion(self._next_id, name, header, _source(header), shape, pages)
         self._by_name[name] = self._versions[self._next_id] = version
         self._next_id += 1
         return version
@@ -131,17 +139,16 @@ class AdapterStore:
         Raises:
             LoadFailed: the folder vanished, changed or is damaged; the message says which.
         """
-        header = self._versions[adapter_id].header
-        key = (header.path, header.fingerprint)
-        if key not in self._images:
+        version = self._versions[adapter_id]
+        if version.source not in self._images:
             try:
-                adapter = load_adapter(header, self.config, self.dtype)
-            except (SloraError, OSError) as error:
-                raise LoadFailed(f"adapter {self._versions[adapter_id].name!r} could not be loaded: {error}") from error
-            self._images[key] = pack(adapter, self.layout, self.dtype)
+                adapter = load_adapter(version.header, self.config, self.dtype)
+                self._images[version.source] = pack(adapter, self.layout, self.dtype)
+            except (SloraError, OSError, MemoryError) as error:
+                raise LoadFailed(f"adapter {version.name!r} could not be loaded: {error}") from error
             self._shrink_to_budget()
-        self._images.move_to_end(key)
-        return self._images[key]
+        self._images.move_to_end(version.source)
+        return self._images[version.source]
 
     def _shrink_to_budget(self) -> None:
         """Drops the least recently used images, but never the newest: it is about to be copied."""
@@ -160,6 +167,19 @@ class AdapterStore:
             assert not version.removed or version.users > 0, f"removed and unused, yet kept: {version.name!r}"
 
 
+def _source(header: AdapterHeader) -> tuple[object, ...]:
+    """What no copy of another file can share: besides time and size, the inode and the time of its last change.
+
+    Raises:
+        AdapterError: the file has vanished since its header was read.
+    """
+    try:
+        status = (header.path / WEIGHTS).stat()
+    except OSError as error:
+        raise AdapterError(f"{header.path}: {WEIGHTS} has vanished: {error.strerror}") from error
+    return header.path, header.fingerprint, status.st_ino, status.st_ctime_ns
+
+
 def pack(adapter: Adapter, layout: PageLayout, dtype: Any) -> Float[Array, "layers pages width"]:
     """An adapter as the pool stores it: whole pages in table order, zeros where a vector ends inside a page.
 
@@ -172,6 +192,7 @@ def pack(adapter: Adapter, layout: PageLayout, dtype: Any) -> Float[Array, "laye
         for layer in np.flatnonzero(adapter.header.ranks[:, target]).tolist():
             _put(image[layer], int(a_start[target]), layout.a_pieces[target], adapter.a[layer, target])
             _put(image[layer], int(b_start[target]), layout.b_pieces[target], adapter.b[layer, target].T)
+    image.flags.writeable = False  # names share it, and it is read again after every eviction
     return image
 
 
