@@ -31,7 +31,7 @@ PACKAGE = ROOT / "slora_ref"
 ORDER = """
     errors shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch step
     batch rope reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate
-    baselines paper bench toy demo cli __main__
+    baselines paper toy bench demo cli __main__
 """.split()
 
 # What `pip install slora_ref` alone does not bring: nothing may need it to be imported, with two exceptions.

@@ -1,0 +1,79 @@
+"""Fills the generated parts of README.md: `python tests/readme.py`; --check only says whether they are up to date.
+
+A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. test_readme.py checks all of them; in the
+demo's output, times and rates are masked for that, since they are another machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from slora_ref.demo import DemoOptions, run_demo
+from slora_ref.toy import TASKS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PICTURE = ROOT / "tutorials" / "figures" / "pool.svg"
+HOST = ROOT / "slora_ref" / "bench" / "results" / "HOST-CPU.json"
+
+
+def demo_output() -> str:
+    """What `make demo` prints; draws the picture of the pool on the way."""
+    lines: list[str] = []
+    report = run_demo(DemoOptions(), lines.append, plot=PICTURE)
+    said = [line for line in lines if not line.startswith("drew ")]
+    return "\n".join(["```", *said, report.table(), "```"])
+
+
+def host_table() -> str:
+    """The committed measurement of the host's work."""
+    result = json.loads(HOST.read_text(encoding="utf-8"))
+    machine = result["machine"]
+    rows = ["| what | size | median |", "| --- | --- | ---: |"]
+    for row in result["rows"]:
+        if row["operation"] == "allocate":
+            rows.append(f"| allocate {row['pages']:,} pages | pool of {row['pool_pages']:,} | {row['us']:.1f} us |")
+        else:
+            size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['pool_pages']:,} pages"
+            rows.append(f"| policy, scheduler, allocator and tables, one step | {size} | {row['us']:.0f} us |")
+    where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, NumPy {machine['numpy']}"
+    return "\n".join([*rows, "", f"Measured by `{result['command']}` on {where}, {result['date']}."])
+
+
+def task_list() -> str:
+    """The trained adapters of the toy model."""
+    return ", ".join(f"{task.name} (rank {task.rank})" for task in TASKS.values())
+
+
+PARTS: dict[str, Callable[[], str]] = {"demo": demo_output, "host": host_table, "tasks": task_list}
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """`text` with the part `name` replaced."""
+    part = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
+    assert len(part.findall(text)) == 1, f"README.md must have the part {name} once"
+    return part.sub(lambda found: found[1] + content + found[2], text)
+
+
+def masked(text: str) -> str:
+    """`text` without what depends on the machine's speed."""
+    return re.sub(r"[\d,.]+ (ms|s\b|a second)", r"# \1", text)
+
+
+def main() -> int:
+    """Rewrites README.md, or with --check compares."""
+    old = new = README.read_text(encoding="utf-8")
+    for name, make in PARTS.items():
+        new = filled(new, name, make())
+    if "--check" in sys.argv:
+        return int(masked(old) != masked(new))
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
