@@ -65,4 +65,4 @@ class KernelsNotFound(SloraError):
 
 
 class KernelError(SloraError):
-    """A kernel cannot be compiled or launched: no compiler, or an argument of another dtype, shape, layout or device."""
+    """A kernel cannot be compiled or launched: no compiler, or an argument of other dtype, shape, layout or device."""
