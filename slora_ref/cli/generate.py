@@ -22,7 +22,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate text with one adapter or the base model",
-        description="Generates from one prompt. Example: slora-ref generate --model toy --use reverse --prompt hello=",
+        description="Generates from one prompt. Example: slora-ref generate --model toy --use reverse-word --prompt hello=",
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="checkpoint folder, or `toy` for the model inside slora_ref"
