@@ -1,4 +1,4 @@
-"""The pool of a real run as a picture: what it held over time, and which page was whose when it was fullest."""
+"""The pool of a real run as a picture: what it held over time, and which page was whose when sequences held most."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def plot_pool(watch: PoolWatch, path: Path) -> None:
         pages, history = figure.subplots(1, 2, width_ratios=(1, 1.25))
         _draw_pages(pages, watch.fullest)
         _draw_history(history, watch)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -48,7 +49,7 @@ def _draw_pages(axes: Any, owners: Int[Array, " pages"]) -> None:
     axes.imshow(
         page_image(owners), cmap=colours, vmin=0, vmax=1 + len(ADAPTER_COLOURS), aspect="auto", interpolation="none"
     )
-    axes.set_title(f"one pool of {len(owners):,} pages, at its fullest moment")
+    axes.set_title(f"one pool of {len(owners):,} pages, when sequences held most")
     axes.set_xlabel("page (100 a line)")
     axes.set_ylabel("line")
 
@@ -57,13 +58,12 @@ def _draw_history(axes: Any, watch: PoolWatch) -> None:
     usages = watch.occupancy.usages
     steps = np.arange(len(usages))
     layers = [[usage.adapter for usage in usages], [usage.kv for usage in usages], [usage.free for usage in usages]]
-    labels = ["adapter weights", "keys and values", "free"]
+    labels = ["adapter weights (shades: different adapters)", "keys and values", "free"]
     axes.stackplot(steps, layers, colors=[ADAPTER_COLOURS[0], KV_COLOUR, FREE_COLOUR], labels=labels, step="post")
     axes.set_title(f"the same pool over {len(usages)} steps")
     axes.set_xlabel("step")
     axes.set_ylabel("pages")
     axes.margins(0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
 
 
 def page_image(owners: Int[Array, " pages"], columns: int = 100) -> Int[Array, "rows columns"]:
