@@ -21,7 +21,7 @@
     static auto& name = *reinterpret_cast<name##_type*>(shim::shared_array(#name, sizeof(name##_type)))
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::dynamic_shared->data)
 #define __syncthreads() shim::barrier(__LINE__)
-#define __syncwarp(...) shim::warp_sync(__LINE__, ##__VA_ARGS__)
+#define __syncwarp(...) shim::warp_sync(__LINE__ __VA_OPT__(,) __VA_ARGS__)
 #define __shfl_sync(...) shim::shuffle(__LINE__, 'i', __VA_ARGS__)
 #define __shfl_xor_sync(...) shim::shuffle(__LINE__, 'x', __VA_ARGS__)
 #define __shfl_up_sync(...) shim::shuffle(__LINE__, 'u', __VA_ARGS__)

@@ -21,6 +21,7 @@ from slora_ref.ops.launch import Launch
 ALIGNMENT = 16  # bytes; what one vector load needs
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without asking
 SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+SCALARS: dict[str, Any] = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 HOST_MEMORY = 1  # cudaMemoryTypeHost: pinned
 
 
@@ -131,7 +132,7 @@ def _pointer(value: Any) -> Any:
 def _ctype(value: Any) -> Any:
     """An argument as the driver takes it."""
     if isinstance(value, np.generic):
-        return np.ctypeslib.as_ctypes_type(value.dtype)(value.item())
+        return SCALARS[value.dtype.name](value.item())
     if value is None:
         return ctypes.c_void_p(0)
     return ctypes.c_void_p(value.ctypes.data if isinstance(value, np.ndarray) else value.data.ptr)

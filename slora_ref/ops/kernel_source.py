@@ -1,11 +1,12 @@
 """The text of a kernel and the macro that chooses its number type. It knows files, and no compiler.
 
-Both compilers get the same .cu file. NVRTC reads no folders here: device.h is put in the place of its #include, with
+Both compilers get the same .cu file. NVRTC reads no folders here: each header is put in the place of its #include, with
 #line so that messages still name the file and line that a reader sees.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from slora_ref.errors import KernelError
 from slora_ref.kernels import kernels_folder
 
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)}
-INCLUDE = '#include "device.h"\n'
+INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 
 
 def dtype_macro(dtype: Any) -> str:
@@ -37,9 +38,20 @@ def kernel_path(kernel: str, folder: Path | None = None) -> Path:
 
 
 def whole_source(kernel: str, folder: Path | None = None) -> str:
-    """A kernel's file with device.h in it."""
-    path = kernel_path(kernel, folder)
-    before, found, after = path.read_text(encoding="utf-8").partition(INCLUDE)
-    assert found, f"{path} does not include device.h"
-    header = path.with_name("device.h").read_text(encoding="utf-8")
-    return f'{before}#line 1 "device.h"\n{header}#line {before.count(chr(10)) + 2} "{path.name}"\n{after}'
+    """A kernel's file with the headers that it includes, each once. host/ stays out: it is not for NVRTC."""
+    path, done = kernel_path(kernel, folder), set[str]()
+
+    def insert(path: Path) -> str:
+        text = path.read_text(encoding="utf-8")
+
+        def header(found: re.Match[str]) -> str:
+            if found[1] in done:
+                return ""
+            done.add(found[1])
+            line = text.count("\n", 0, found.end()) + 2
+            own = path.with_name(found[1])
+            return insert(own if own.exists() else kernels_folder() / found[1]) + f'#line {line} "{path.name}"'
+
+        return f'#line 1 "{path.name}"\n' + INCLUDE.sub(header, text)
+
+    return insert(path)

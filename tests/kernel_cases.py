@@ -1,0 +1,432 @@
+"""Cases for the kernels: an operation's arguments from a seed, and what a float64 oracle says the result is.
+
+The oracles hold dense matrices and share no code with slora_ref. Whatever a kernel may not read is NaN: free pages, the
+gaps between rows, columns of t beyond a rank. Whatever it may not write must keep its bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slora_ref.ops import attention_arguments, lora_arguments, row_arguments
+from slora_ref.ops.kernel_source import DTYPES
+from slora_ref.ops.tables import AdapterTables
+
+# max|error| / max|reference|, by storage; sums are in float32, so float32 shows what the halves hide
+TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 5e-3}
+
+
+@dataclass
+class Case:
+    """One call of an operation.
+
+    Args:
+        arguments: what every rung takes; the outputs among them are changed by a run.
+        want: the right result by name, float64, and NaN where nothing is said of it.
+        derived: turns the arguments after a run into what `want` speaks of; default: the arrays of the same names.
+        untouched: by name, where an output must keep its bits.
+    """
+
+    operation: str
+    dtype: str
+    arguments: dict[str, Any]
+    want: dict[str, np.ndarray]
+    derived: Callable[[dict[str, Any]], dict[str, np.ndarray]] | None = None
+    untouched: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def copy(self) -> dict[str, Any]:
+        """Arguments to run on: gaps between rows are copied too."""
+        return {name: copy_array(value) for name, value in self.arguments.items()}
+
+    def check(self, after: dict[str, Any]) -> None:
+        """Asserts that a run on a copy of the arguments left the right numbers."""
+        got = self.derived(after) if self.derived else {name: after[name] for name in self.want}
+        for name, want in self.want.items():
+            said = ~np.isnan(want)
+            value = np.asarray(got[name]).astype(np.float64)[said]
+            largest = np.abs(want[said]).max(initial=1e-30)
+            error = np.abs(value - want[said]).max(initial=0.0) / largest
+            assert error <= TOLERANCE[self.dtype], f"{name}: error {error:.3g} of the largest number"
+        for name in self.want.keys() & after.keys():
+            if has_gaps(after[name]):
+                assert np.isnan(after[name].base[..., after[name].shape[-1] :]).all(), f"{name}: written behind a row"
+        for name, where in self.untouched.items():
+            assert (bits(after[name])[where] == bits(self.arguments[name])[where]).all(), f"{name}: written elsewhere"
+
+
+def copy_array(value: Any) -> Any:
+    """A copy with the same strides, whose gaps between rows hold the same."""
+    if not isinstance(value, np.ndarray) or not has_gaps(value):
+        return value.copy() if isinstance(value, np.ndarray) else value
+    copied: np.ndarray = value.base.copy()[..., : value.shape[-1]]
+    return copied
+
+
+def has_gaps(array: np.ndarray) -> bool:
+    """Whether `array` was made by `store` with a gap."""
+    base = array.base
+    return array.ndim > 1 and base is not None and base.shape[:-1] == array.shape[:-1] and base.shape != array.shape
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def normal(rng: np.random.Generator, *shape: int, sd: float = 1.0) -> np.ndarray:
+    return rng.standard_normal(shape) * sd
+
+
+def store(values: np.ndarray, dtype: str, gap: int = 0) -> np.ndarray:
+    """`values` in a dtype of storage, with `gap` numbers of NaN behind each row of the last axis."""
+    wide = np.full((*values.shape[:-1], values.shape[-1] + gap), np.nan).astype(DTYPES[dtype])
+    wide[..., : values.shape[-1]] = values.astype(DTYPES[dtype])
+    return wide[..., : values.shape[-1]] if gap else wide
+
+
+def page_gap(width: int, dtype: str) -> int:
+    """What makes a page's row a multiple of 16 bytes, as the pool does."""
+    return -width % (16 // DTYPES[dtype].itemsize)
+
+
+# --- LoRA ---
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """Sizes of a LoRA case.
+
+    Args:
+        ranks: [adapters][targets], 0: the adapter has no such target.
+        segments: (adapter or -1, rows).
+    """
+
+    width: int
+    d_in: int
+    d_outs: tuple[int, ...]
+    ranks: Sequence[Sequence[int]]
+    segments: Sequence[tuple[int, int]]
+    splits: int = 1
+    gap: int = 0
+    tile: int = 16
+
+
+def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape) -> Case:
+    """A case of mbgmv_shrink, mbgmv_expand, mbgmm_shrink or mbgmm_expand."""
+    rng = np.random.default_rng(seed)
+    layout, targets = lay_out(rng, dtype, shape), len(shape.d_outs)
+    owners = [adapter for adapter, length in shape.segments for _ in range(length)]
+    single = operation.startswith("mbgmv")
+    entries = [(adapter, row, 1) for row, adapter in enumerate(owners)] if single else cut_tiles(rng, shape)
+    lora = np.zeros((targets, len(entries), 4), np.int32)
+    for target, (i, entry) in itertools.product(range(targets), enumerate(entries)):
+        lora[target, i] = layout.lora.get((entry[0], target), (0, 0, 0, 0))
+    tiles = [] if single else [np.array([entry[1:] for entry in entries], np.int32).reshape(-1, 2)]
+    common = (layout.pages, layout.table, lora, *tiles)
+    t_columns = -(-max(1, *map(max, shape.ranks)) // 8) * 8
+    t = np.full((shape.splits, len(owners), targets, t_columns), np.nan, np.float32)
+    served = [(row, adapter) for adapter, first, count in entries for row in range(first, first + count)]
+    work = [(row, target, (adapter, target)) for row, adapter in served for target in range(targets)]
+    work = [item for item in work if item[2] in layout.lora]
+    if operation.endswith("shrink"):
+        x = store(normal(rng, len(owners), shape.d_in), dtype, shape.gap)
+        want, written = np.full(t.shape[1:], np.nan), np.zeros(t.shape, np.bool_)
+        for row, target, key in work:
+            want[row, target, : layout.lora[key][2]] = x[row].astype(np.float64) @ layout.a[key]
+            written[:, row, target] = True
+        arguments = getattr(lora_arguments, operation)(t, x, *common)
+        return Case(
+            operation, dtype, arguments, {"t": want}, lambda after: {"t": after["t"].sum(axis=0)}, {"t": ~written}
+        )
+    y = store(normal(rng, len(owners), sum(shape.d_outs)), dtype, shape.gap)
+    want, written, ends = y.astype(np.float64), np.zeros(y.shape, np.bool_), np.cumsum(shape.d_outs)
+    for row, target, key in work:
+        _, _, rank, scale = layout.lora[key]
+        t[:, row, target, :rank] = normal(rng, shape.splits, rank)
+        columns = slice(ends[target] - shape.d_outs[target], ends[target])
+        delta = t[:, row, target, :rank].sum(axis=0, dtype=np.float64) @ layout.b[key]
+        want[row, columns] += np.int32(scale).view(np.float32) * delta
+        written[row, columns] = True
+    arguments = getattr(lora_arguments, operation)(y, t, *common, shape.d_outs)
+    return Case(operation, dtype, arguments, {"y": want}, untouched={"y": ~written})
+
+
+def cut_tiles(rng: np.random.Generator, shape: LoraShape) -> list[tuple[int, int, int]]:
+    """(adapter, first row, rows) of tiles in random order, some of them empty."""
+    tiles, first = [], 0
+    for adapter, length in shape.segments:
+        tiles += [(adapter, first + i, min(shape.tile, length - i)) for i in range(0, length, shape.tile)]
+        first += length
+    tiles = [tile for tile in tiles if tile[0] >= 0] + [(-1, 0, 0)] * 2
+    return [tiles[i] for i in rng.permutation(len(tiles))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Adapters in pages.
+
+    Args:
+        pages: [pages, width]; table: [1, entries] page ids.
+        a, b: A [d_in, rank] and B [rank, d_out] of (adapter, target) as stored, in float64.
+        lora: the four words of a Lora entry of (adapter, target).
+    """
+
+    pages: np.ndarray
+    table: np.ndarray
+    a: dict[tuple[int, int], np.ndarray]
+    b: dict[tuple[int, int], np.ndarray]
+    lora: dict[tuple[int, int], tuple[int, int, int, int]]
+
+
+def lay_out(rng: np.random.Generator, dtype: str, shape: LoraShape) -> Layout:
+    """Vectors cut into pages in random order, with gaps in the table; pages of nobody are NaN."""
+    a, b, lora, table = {}, {}, {}, [-1]
+    pieces: list[tuple[int, np.ndarray]] = []
+
+    def add(vectors: np.ndarray) -> int:
+        table.extend([-1] * int(rng.integers(0, 3)))
+        start = len(table)
+        for vector in vectors:
+            for first in range(0, len(vector), shape.width):
+                pieces.append((len(table), vector[first : first + shape.width]))
+                table.append(-1)
+        return start
+
+    for adapter, ranks in enumerate(shape.ranks):
+        for target, (rank, d_out) in enumerate(zip(ranks, shape.d_outs, strict=True)):
+            if rank:
+                columns = store(normal(rng, rank, shape.d_in, sd=shape.d_in**-0.5), dtype)
+                rows = store(normal(rng, rank, d_out, sd=0.3), dtype)
+                scale = np.float32(rng.uniform(0.25, 2))
+                key = (adapter, target)
+                lora[key] = (add(columns), add(rows), rank, int(scale.view(np.int32)))
+                a[key], b[key] = columns.astype(np.float64).T, rows.astype(np.float64)
+    count = len(pieces) + 5
+    pages = store(np.full((count, shape.width), np.nan), dtype, page_gap(shape.width, dtype))
+    for (entry, piece), page in zip(pieces, rng.permutation(count).tolist(), strict=False):
+        table[entry] = page
+        pages[page] = 0  # a page is written whole
+        pages[page, : len(piece)] = piece
+    return Layout(pages, np.array([table], np.int32), a, b, lora)
+
+
+def lookup_case(dtype: str, seed: int, layers: int, adapters: int, entries: int) -> Case:
+    """A case of lora_lookup."""
+    rng = np.random.default_rng(seed)
+    tables = AdapterTables.empty(adapters, layers, table=int(rng.integers(1, 50)))
+    for name, array in vars(tables).items():
+        if name != "pages":
+            array[...] = rng.integers(0, 99, array.shape)
+    slots = rng.integers(-1, adapters, entries).astype(np.int32)
+    lora = np.full((layers, 7, entries, 4), -9, np.int32)
+    want = np.zeros(lora.shape, np.int32)
+    for layer, target, i in np.ndindex(layers, 7, entries):
+        if (slot := slots[i]) >= 0:
+            start, scale = slot * tables.pages.shape[1], tables.scale[slot, layer, target]
+            places = (start + tables.a_start[slot, target], start + tables.b_start[slot, target])
+            want[layer, target, i] = (*places, tables.rank[slot, layer, target], scale.view(np.int32))
+    arguments = lora_arguments.lora_lookup(lora, slots, tables)
+    wrong: Callable[[dict[str, Any]], dict[str, np.ndarray]] = lambda after: {"wrong": after["lora"] != want}  # noqa: E731
+    return Case("lora_lookup", dtype, arguments, {"wrong": np.zeros(lora.shape)}, wrong)
+
+
+# --- attention ---
+
+
+def attention_pages(
+    rng: np.random.Generator, dtype: str, kv_heads: int, head_dim: int, contexts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Pages in random order, the table of sequences (slot i: sequence i), and keys and values as stored, in float64."""
+    table = np.full((len(contexts) + 1, 2, max(contexts) + 3), -1, np.int32)
+    count = 2 * sum(contexts) + 5
+    pages = store(np.full((count, kv_heads * head_dim), np.nan), dtype, page_gap(kv_heads * head_dim, dtype))
+    order, both = iter(rng.permutation(count).tolist()), []
+    for slot, context in enumerate(contexts):
+        vectors = store(normal(rng, 2, context, kv_heads * head_dim), dtype)
+        for half, position in np.ndindex(2, context):
+            page = table[slot, half, position] = next(order)
+            pages[page] = vectors[half, position]
+        both.append(vectors.astype(np.float64).reshape(2, context, kv_heads, head_dim))
+    return pages, table, both
+
+
+def attend(q: np.ndarray, both: np.ndarray, visible: int, group: int) -> np.ndarray:
+    """One row's heads [heads, head_dim] over the first `visible` tokens."""
+    out = np.zeros(q.shape)
+    for head in range(len(q)) if visible else ():
+        score = both[0, :visible, head // group] @ q[head] / q.shape[1] ** 0.5
+        weight = np.exp(score - score.max())
+        out[head] = weight / weight.sum() @ both[1, :visible, head // group]
+    return out
+
+
+def decode_case(
+    dtype: str, seed: int, kv_heads: int, group: int, head_dim: int, contexts: Sequence[int], splits: int, gap: int = 0
+) -> Case:
+    """A case of paged_attention_decode; a context of -1: a row that is not decode. Splits are merged by the oracle."""
+    rng = np.random.default_rng(seed)
+    rows, heads = len(contexts), kv_heads * group
+    pages, table, both = attention_pages(rng, dtype, kv_heads, head_dim, [max(c, 0) for c in contexts])
+    q = store(normal(rng, rows, heads * head_dim), dtype, gap)
+    out = store(np.full(q.shape, np.nan), dtype, gap)
+    queries = np.array([(-1 if c < 0 else i, max(c, 0)) for i, c in enumerate(contexts)], np.int32)
+    chunk = -(-table.shape[2] // splits)
+    partial, stats = (np.full((rows, heads, splits, n), np.nan, np.float32) for n in (head_dim, 2))
+    arguments = attention_arguments.paged_attention_decode(out, partial, stats, q, pages, table, queries, chunk)
+    want = np.full((rows, heads, head_dim), np.nan)
+    for row, context in enumerate(contexts):
+        if context >= 0:
+            want[row] = attend(q[row].astype(np.float64).reshape(heads, head_dim), both[row], context, group)
+    skipped = np.repeat(np.array(contexts) < 0, heads * head_dim).reshape(rows, -1)
+    merged = None if splits == 1 else lambda after: {"out": merge(after["partial"], after["stats"], queries, chunk)}
+    expected = {"out": want.reshape(rows, -1)}
+    return Case("paged_attention_decode", dtype, arguments, expected, merged, {"out": skipped})
+
+
+def merge(partial: np.ndarray, stats: np.ndarray, queries: np.ndarray, chunk: int) -> np.ndarray:
+    """What paged_attention_merge computes, in float64."""
+    rows, heads, _, head_dim = partial.shape
+    out = np.full((rows, heads, head_dim), np.nan)
+    for row, (slot, context) in enumerate(queries.tolist()):
+        used = -(-context // chunk)
+        if slot >= 0:
+            out[row] = 0
+        if slot >= 0 and used:
+            largest, total = stats[row, :, :used].astype(np.float64).transpose(2, 0, 1)
+            weight = np.exp(largest - largest.max(axis=1, keepdims=True))
+            sums = np.einsum("hs,hsd->hd", weight, partial[row, :, :used].astype(np.float64))
+            out[row] = sums / (weight * total).sum(axis=1)[:, None]
+    return out.reshape(rows, heads * head_dim)
+
+
+def merge_case(dtype: str, seed: int, heads: int, head_dim: int, contexts: Sequence[int], chunk: int) -> Case:
+    """A case of paged_attention_merge; splits that a row has no tokens for are NaN."""
+    rng = np.random.default_rng(seed)
+    rows, splits = len(contexts), max(1, -(-max(contexts) // chunk))
+    queries = np.array([(-1 if c < 0 else i, max(c, 0)) for i, c in enumerate(contexts)], np.int32)
+    partial, stats = normal(rng, rows, heads, splits, head_dim), np.abs(normal(rng, rows, heads, splits, 2, sd=2)) + 0.5
+    for row, context in enumerate(queries[:, 1].tolist()):
+        partial[row, :, -(-context // chunk) :] = stats[row, :, -(-context // chunk) :] = np.nan
+    partial, stats = partial.astype(np.float32), stats.astype(np.float32)
+    out = store(np.full((rows, heads * head_dim), np.nan), dtype, 3)
+    arguments = attention_arguments.paged_attention_merge(out, partial, stats, queries, chunk)
+    skipped = np.repeat(np.array(contexts) < 0, heads * head_dim).reshape(rows, -1)
+    want = {"out": merge(partial, stats, queries, chunk)}
+    return Case("paged_attention_merge", dtype, arguments, want, untouched={"out": skipped})
+
+
+def prefill_case(
+    dtype: str,
+    seed: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    spans: Sequence[tuple[int, int]],
+    gap: int = 0,
+    tile: int = 16,
+) -> Case:
+    """A case of paged_attention_prefill; spans are (rows, context); the first row of the step belongs to none."""
+    rng = np.random.default_rng(seed)
+    heads, rows = kv_heads * group, 1 + sum(length for length, _ in spans)
+    pages, table, both = attention_pages(rng, dtype, kv_heads, head_dim, [context for _, context in spans])
+    q = store(normal(rng, rows, heads * head_dim), dtype, gap)
+    out = store(np.full(q.shape, np.nan), dtype, gap)
+    want, tiles, row = np.full((rows, heads, head_dim), np.nan), [(0, 0, 0, 0)], 1
+    for slot, (length, context) in enumerate(spans):
+        for i in range(0, length, tile):
+            tiles.append((row + i, min(tile, length - i), slot, context - length + i + 1))
+        for i in range(length):
+            query = q[row + i].astype(np.float64).reshape(heads, head_dim)
+            want[row + i] = attend(query, both[slot], context - length + i + 1, group)
+        row += length
+    order = rng.permutation(len(tiles))
+    places = (pages, table, np.array(tiles, np.int32)[order], head_dim)
+    arguments = attention_arguments.paged_attention_prefill(out, q, *places)
+    untouched = np.zeros(q.shape, np.bool_)
+    untouched[0] = True
+    return Case("paged_attention_prefill", dtype, arguments, {"out": want.reshape(rows, -1)}, None, {"out": untouched})
+
+
+def rope_case(dtype: str, seed: int, rows: int, heads: int, kv_heads: int, head_dim: int, gap: int = 0) -> Case:
+    """A case of rope_store; one row in four is padding, its pages -1."""
+    rng = np.random.default_rng(seed)
+    half, width, q_width = head_dim // 2, kv_heads * head_dim, heads * head_dim
+    qkv = store(normal(rng, rows, q_width + 2 * width), dtype, gap)
+    angle = rng.uniform(-9, 9, (20, half))
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    positions = rng.integers(0, 20, rows).astype(np.int32)
+    pages = store(np.full((2 * rows + 3, width), np.nan), dtype, page_gap(width, dtype))
+    k_pages, v_pages = rng.permutation(2 * rows + 3)[: 2 * rows].astype(np.int32).reshape(2, rows)
+    padding = np.arange(rows) % 4 == 3
+    k_pages[padding] = v_pages[padding] = -1
+    values = qkv.astype(np.float64).reshape(rows, -1, head_dim)
+    turned = (values[..., :half] + 1j * values[..., half:]) * (cos + 1j * sin.astype(np.float64))[positions][:, None]
+    turned = np.concatenate([turned.real, turned.imag], axis=2).reshape(rows, -1)
+    stored, q = np.full(pages.shape, np.nan), turned.copy()
+    q[:, q_width:] = np.nan
+    for row in np.flatnonzero(~padding):
+        stored[k_pages[row]] = turned[row, q_width : q_width + width]
+        stored[v_pages[row]] = qkv[row, q_width + width :]
+    arguments = attention_arguments.rope_store(qkv, pages, cos, sin, positions, k_pages, v_pages)
+    untouched = {"pages": np.isnan(stored), "qkv": np.isnan(q)}
+    return Case("rope_store", dtype, arguments, {"pages": stored, "qkv": q}, untouched=untouched)
+
+
+# --- rows and pages ---
+
+
+def rms_norm_case(dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0) -> Case:
+    """A case of rms_norm, with or without the residual's addition."""
+    rng = np.random.default_rng(seed)
+    x, delta = store(normal(rng, rows, hidden), dtype, gap), store(normal(rng, rows, hidden), dtype, gap)
+    weight, out = store(1 + normal(rng, hidden, sd=0.1), dtype), store(np.full((rows, hidden), np.nan), dtype, gap)
+    total = x.astype(np.float64)
+    if add:
+        total = (x.astype(np.float32) + delta.astype(np.float32)).astype(DTYPES[dtype]).astype(np.float64)
+    want = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5) * weight.astype(np.float64)
+    arguments = row_arguments.rms_norm(out, x, delta if add else None, weight, 1e-5)
+    untouched = {} if add else {"x": np.ones(x.shape, np.bool_)}
+    return Case("rms_norm", dtype, arguments, {"out": want, "x": total}, untouched=untouched)
+
+
+def silu_case(dtype: str, seed: int, rows: int, ffn: int, gap: int = 0) -> Case:
+    """A case of silu_mul, with gates of up to some thousands."""
+    rng = np.random.default_rng(seed)
+    values = normal(rng, rows, 2 * ffn)
+    values[:, : ffn // 3] *= 1000
+    values[:, ffn:] = np.clip(values[:, ffn:], -2, 2)
+    gate_up, out = store(values, dtype, gap), store(np.full((rows, ffn), np.nan), dtype, gap)
+    gate, up = gate_up[:, :ffn].astype(np.float64), gate_up[:, ffn:].astype(np.float64)
+    small = np.exp(-np.abs(gate))
+    want = gate * np.where(gate >= 0, 1 / (1 + small), small / (1 + small)) * up
+    return Case("silu_mul", dtype, row_arguments.silu_mul(out, gate_up), {"out": want})
+
+
+def argmax_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0) -> Case:
+    """A case of argmax: ties, and one row in three with a number that is not finite."""
+    rng = np.random.default_rng(seed)
+    values = np.round(normal(rng, rows, vocab) * 4)
+    for row in range(0, rows, 3):
+        values[row, rng.integers(0, vocab)] = rng.choice([np.nan, np.inf, -np.inf])
+    logits = store(values, dtype, gap)
+    finite = np.isfinite(values).all(axis=1)
+    token = np.where(finite, values.argmax(axis=1), np.nan)
+    arrays = (np.full(rows, -9, np.int32), np.full(rows, -9, np.int32), logits)
+    return Case("argmax", dtype, row_arguments.argmax(*arrays), {"token": token, "finite": finite.astype(np.float64)})
+
+
+def load_case(dtype: str, seed: int, layers: int, count: int, width: int) -> Case:
+    """A case of load_pages."""
+    rng = np.random.default_rng(seed)
+    gap = page_gap(width, dtype)
+    storage = store(np.full((layers, count + 4, width), np.nan), dtype, gap)
+    image = store(normal(rng, layers, count, width), dtype, gap)
+    page_ids = rng.permutation(count + 4)[:count].astype(np.int32)
+    want = np.full(storage.shape, np.nan)
+    want[:, page_ids] = image
+    arguments = row_arguments.load_pages(storage, image, page_ids)
+    return Case("load_pages", dtype, arguments, {"storage": want}, untouched={"storage": np.isnan(want)})

@@ -1,0 +1,123 @@
+"""Which cases the kernels are tested on: what Hypothesis draws, and a few fixed ones that mutants must not survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kernel_cases as cases
+from hypothesis import strategies as st
+from kernel_cases import Case, LoraShape
+
+Draw = Any
+RANKS = (*range(1, 66), 128)
+LENGTHS = (0, 1, 15, 16, 17, 255)
+SEEDS = st.integers(0, 2**32 - 1)
+GAPS = st.sampled_from((0, 1, 8))
+ZIPF = ((0, 31), (1, 9), (-1, 3), (2, 4), (3, 1), (4, 1), (5, 1))
+
+
+@st.composite
+def lora_shapes(draw: Draw) -> LoraShape:
+    """Ranks mixed freely, segments all alike, all distinct or skewed, rows without adapter between."""
+    targets = draw(st.integers(1, 3))
+    rank = st.one_of(st.just(0), st.sampled_from(RANKS))
+    ranks = draw(st.lists(st.lists(rank, min_size=targets, max_size=targets), min_size=1, max_size=4))
+    adapter = st.integers(-1, len(ranks) - 1)
+    segments = draw(
+        st.one_of(
+            st.lists(st.tuples(adapter, st.sampled_from(LENGTHS)), min_size=1, max_size=4),
+            st.lists(st.tuples(adapter, st.just(1)), min_size=1, max_size=24),
+            st.just([(adapter % len(ranks) if adapter >= 0 else -1, length) for adapter, length in ZIPF]),
+        )
+    )
+    rows, columns = sum(length for _, length in segments), sum(map(sum, ranks))
+    widest = 576 if rows * columns < 2000 else 150  # the naive rungs take their time
+    return LoraShape(
+        width=draw(st.sampled_from((16, 24, 64, 96, 100, 128, 576))),
+        d_in=draw(st.integers(1, widest)),
+        d_outs=tuple(draw(st.integers(1, widest)) for _ in range(targets)),
+        ranks=ranks,
+        segments=segments,
+        splits=draw(st.integers(1, 4)),
+        gap=draw(GAPS),
+        tile=draw(st.sampled_from((1, 16, 64))),
+    )
+
+
+CONTEXTS = st.one_of(st.integers(0, 40), st.integers(100, 300))
+HEADS = {"kv_heads": st.integers(1, 3), "group": st.sampled_from((1, 2, 4)), "gap": GAPS}
+HEAD_DIM = st.sampled_from((16, 20, 32, 64, 80, 128, 256))
+SPANS = st.tuples(st.integers(1, 40), CONTEXTS.filter(bool)).map(lambda pair: (min(pair), pair[1]))
+
+
+def built(function: Callable[..., Case], dtype: str, **drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
+    return st.builds(function, dtype=st.just(dtype), seed=SEEDS, **drawn)
+
+
+def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Case]:
+    """What Hypothesis draws for an operation."""
+    small, row_counts = st.integers(1, 5), st.integers(1, 6)
+    if operation.startswith("mbgm"):
+        return built(cases.lora_case, dtype, operation=st.just(operation), shape=lora_shapes())
+    contexts = st.lists(st.one_of(st.just(-1), CONTEXTS), min_size=1, max_size=4)
+    table = {
+        "lora_lookup": lambda: built(
+            cases.lookup_case, dtype, layers=small, adapters=small, entries=st.integers(1, 40)
+        ),
+        "paged_attention_decode": lambda: built(
+            cases.decode_case, dtype, head_dim=HEAD_DIM, contexts=contexts, splits=st.integers(1, 4), **HEADS
+        ),
+        "paged_attention_merge": lambda: built(
+            cases.merge_case, dtype, heads=small, head_dim=HEAD_DIM, contexts=contexts, chunk=st.integers(1, 99)
+        ),
+        "paged_attention_prefill": lambda: built(
+            cases.prefill_case, dtype, head_dim=HEAD_DIM, spans=st.lists(SPANS, min_size=1, max_size=3), **HEADS
+        ),
+        "rope_store": lambda: built(
+            cases.rope_case, dtype, rows=row_counts, heads=small, kv_heads=small, head_dim=HEAD_DIM, gap=GAPS
+        ),
+        "rms_norm": lambda: built(
+            cases.rms_norm_case, dtype, rows=row_counts, hidden=st.integers(1, 576), add=st.booleans(), gap=GAPS
+        ),
+        "silu_mul": lambda: built(cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS),
+        "argmax": lambda: built(cases.argmax_case, dtype, rows=row_counts, vocab=st.integers(1, 999), gap=GAPS),
+        "load_pages": lambda: built(cases.load_case, dtype, layers=small, count=small, width=st.integers(1, 300)),
+    }
+    return table[operation]()
+
+
+SMALL_LORA = LoraShape(
+    64, 150, (96, 40, 33), [[17, 3, 8], [1, 0, 65], [40, 24, 5]], [(0, 17), (-1, 2), (1, 1), (2, 5)], 2
+)
+WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
+
+
+def fixed_cases(operation: str, dtype: str) -> list[Case]:
+    """A few small cases with every kind of edge. A mutant is caught if any of them fails."""
+    if operation.startswith("mbgm"):
+        return [cases.lora_case(operation, dtype, 1, shape) for shape in (SMALL_LORA, WIDE_LORA)]
+    table: dict[str, Callable[[], list[Case]]] = {
+        "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],
+        "paged_attention_decode": lambda: [
+            cases.decode_case(dtype, 1, 2, 2, 20, (150, -1, 0, 1, 300), 1, 3),
+            cases.decode_case(dtype, 2, 1, 4, 64, (33, 290, -1, 129), 3),
+            cases.decode_case(dtype, 3, 2, 1, 256, (140,), 1),
+        ],
+        "paged_attention_merge": lambda: [cases.merge_case(dtype, 1, 3, 140, (30, -1, 0, 10, 95), 10)],
+        "paged_attention_prefill": lambda: [
+            cases.prefill_case(dtype, 1, 2, 2, 20, ((17, 17), (3, 140)), 3),
+            cases.prefill_case(dtype, 2, 1, 4, 64, ((20, 150), (1, 5))),
+            cases.prefill_case(dtype, 3, 1, 1, 256, ((2, 300),)),
+        ],
+        "rope_store": lambda: [cases.rope_case(dtype, 1, 6, 3, 2, 20, 3), cases.rope_case(dtype, 2, 5, 4, 2, 128)],
+        "rms_norm": lambda: [
+            cases.rms_norm_case(dtype, 1, 3, 300, True, 5),
+            cases.rms_norm_case(dtype, 2, 2, 576, True),
+            cases.rms_norm_case(dtype, 3, 2, 77, False),
+        ],
+        "silu_mul": lambda: [cases.silu_case(dtype, 1, 3, 150, 5), cases.silu_case(dtype, 2, 2, 256)],
+        "argmax": lambda: [cases.argmax_case(dtype, 1, 7, 300, 5), cases.argmax_case(dtype, 2, 4, 1024)],
+        "load_pages": lambda: [cases.load_case(dtype, 1, 3, 5, 100), cases.load_case(dtype, 2, 2, 7, 256)],
+    }
+    return table[operation]()
