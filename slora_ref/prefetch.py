@@ -21,7 +21,10 @@ class Loader(Protocol):
     """Copies an adapter from the store into pages that the pool has set aside for it."""
 
     def start(self, adapter_id: int) -> None:
-        """Begins one load. Failures are reported by `completed`, never raised here."""
+        """Begins one load. Failures are reported by `completed`, never raised here.
+
+        The store may forget the adapter before the load has ended, so its image is to be taken now.
+        """
         ...
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
@@ -126,8 +129,9 @@ class Prefetcher:
             False if the pages could not be had now; then nothing changed.
         """
         version = self.store.version(adapter_id)
-        if not self._free_slot(keep) or not self.make_room(version.pages, keep):
+        if not self._could_free(version.pages, keep) or not self._free_slot(keep):
             return False
+        self.make_room(version.pages, keep)
         self.pool.open_adapter(adapter_id, version.shape)
         self._pages[adapter_id] = version.pages
         self._loading.add(adapter_id)
@@ -188,12 +192,16 @@ class Prefetcher:
         """
         if self.pool.free_pages >= pages:
             return True
-        kept_pages = sum(self.pages_of(adapter_id) for adapter_id in keep if adapter_id in self._idle)
-        if self.pool.free_pages + self._idle_pages - kept_pages < pages:
+        if not self._could_free(pages, keep):
             return False
         while self.pool.free_pages < pages:
             self._evict(next(candidate for candidate in self._idle if candidate not in keep))
         return True
+
+    def _could_free(self, pages: int, keep: Collection[int]) -> bool:
+        """Whether so many pages would be free if all idle adapters outside `keep` were evicted."""
+        kept_pages = sum(self.pages_of(adapter_id) for adapter_id in keep if adapter_id in self._idle)
+        return self.pool.free_pages + self._idle_pages - kept_pages >= pages
 
     def _free_slot(self, keep: Collection[int]) -> bool:
         """Evicts one idle adapter if all adapter slots are taken."""

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from slora_ref.errors import LoadFailed
-
-
-def nothing(adapter_id: int) -> None:
-    """Writes no weights: for tests that count pages only."""
+from slora_ref.pager import PagePool
+from slora_ref.store import AdapterStore
 
 
 class DelayedLoader:
     """Each load ends after a number of polls, well or badly, as planned for its adapter.
 
+    Like a copy on a thread or a stream, it takes the weights when it is started and writes them when it ends.
+
     Args:
-        write: brings the weights when a load ends well; may raise LoadFailed.
+        pool, store: where to and where from; None: it moves no weights, for tests that count pages only.
     """
 
-    def __init__(self, write: Callable[[int], None] = nothing) -> None:
+    def __init__(self, pool: PagePool | None = None, store: AdapterStore | None = None) -> None:
         self.polls: dict[int, int] = {}  # adapter id -> polls that a load is not ready for; 0 where not named
         self.failing: set[int] = set()  # adapters whose loads fail
         self.started: list[int] = []  # every load so far, in order
-        self._write = write
+        self._pool, self._store = pool, store
         self._under_way: dict[int, int] = {}  # adapter id -> polls still to come
+        self._brought: dict[int, Any] = {}  # adapter id -> its weights, or why they could not be had
 
     def start(self, adapter_id: int) -> None:
         """Begins a load."""
         assert adapter_id not in self._under_way, f"adapter {adapter_id} is loaded twice at once"
         self.started.append(adapter_id)
         self._under_way[adapter_id] = self.polls.get(adapter_id, 0)
+        if self._store is not None:
+            try:
+                self._brought[adapter_id] = self._store.image(adapter_id)
+            except LoadFailed as failure:
+                self._brought[adapter_id] = failure
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
         """One poll: the loads that are ready now."""
@@ -38,12 +44,13 @@ class DelayedLoader:
         return [(adapter_id, self._end(adapter_id)) for adapter_id in ready]
 
     def _end(self, adapter_id: int) -> LoadFailed | None:
+        brought = self._brought.pop(adapter_id, None)
         if adapter_id in self.failing:
             return LoadFailed(f"adapter {adapter_id} fails as planned")
-        try:
-            self._write(adapter_id)
-        except LoadFailed as failure:
-            return failure
+        if isinstance(brought, LoadFailed):
+            return brought
+        if self._pool is not None:
+            self._pool.write_adapter(adapter_id, brought)
         return None
 
     def wait(self) -> None:

@@ -50,6 +50,7 @@ class Decision:
         waiting, running: before the step.
         resident: adapters that were there before and after, the base model among them.
         held: adapters whose pages could not be taken: pinned or loading.
+        orphans: those being loaded for a request that has ended.
         pages: of adapters that are held or wanted.
         computed, known: by request number, tokens with keys and values, and tokens in all.
         admitted: in order of admission.
@@ -62,6 +63,7 @@ class Decision:
     running: list[Sequence]
     resident: set[int]
     held: set[int]
+    orphans: set[int]
     pages: dict[int, int]
     computed: dict[int, int]
     known: dict[int, int]
@@ -104,6 +106,7 @@ class Rig:
         self._alive: dict[int, Sequence] = {}
         self.stops_after: dict[int, int] = {}
         self.steps = 0
+        self.orphans: set[int] = set()
         self.last_join = -self.config.join_every
         self.last: Decision
 
@@ -126,6 +129,7 @@ class Rig:
 
     def abort(self, sequence: Sequence) -> None:
         """Ends a request by its client's wish."""
+        self.orphans = (self.orphans | {sequence.adapter_id}) & self.prefetcher._loading
         self._end(sequence, FinishReason.ABORT)
         self.check()
 
@@ -171,6 +175,7 @@ class Rig:
             running=running,
             resident=self._resident(),
             held=self.prefetcher.held,
+            orphans=self.orphans & self.prefetcher._loading,
             pages={i: self.prefetcher.pages_of(i) for i in self.prefetcher.held | self._wanted()} | {BASE_MODEL: 0},
             computed={s.number: s.computed for s in self.alive},
             known={s.number: len(s.tokens) for s in self.alive},

@@ -20,7 +20,6 @@ from tiny import tiny_config, write_adapter_folder, write_model_folder
 from slora_ref import Completion, Engine, EngineConfig, FinishReason, SamplingParams
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.checkpoint import load_checkpoint
-from slora_ref.errors import LoadFailed
 from slora_ref.reference import Reference
 from slora_ref.sampler import filtered_probabilities, noise
 
@@ -91,15 +90,7 @@ def without_shape_checks() -> Iterator[None]:
 
 def delay_loads(engine: Engine) -> DelayedLoader:
     """Gives the engine a loader whose loads take as many polls as the test plans, and may fail."""
-
-    def write(adapter_id: int) -> None:
-        try:
-            image = engine.store.image(adapter_id)
-        except KeyError:
-            raise LoadFailed(f"adapter {adapter_id} was removed while it was loading") from None
-        engine.pool.write_adapter(adapter_id, image)
-
-    loader = DelayedLoader(write)
+    loader = DelayedLoader(engine.pool, engine.store)
     engine.prefetcher.loader = loader
     return loader
 

@@ -113,8 +113,11 @@ def check_nobody_waits_without_need(rig: Rig, last: Decision) -> None:
 
 
 def check_passing_delays_nobody(rig: Rig, last: Decision) -> None:
-    """When all that came before it have ended and its adapter is there, a request starts, whoever passed it."""
-    if last.joins and last.waiting and rig.config.admission == "max_tokens":
+    """When all that came before it have ended and its adapter is there, a request starts, whoever passed it.
+
+    (Pages that are being loaded for somebody who went away are in nobody's reckoning; such a load soon ends.)
+    """
+    if last.joins and last.waiting and rig.config.admission == "max_tokens" and not last.orphans:
         first = last.waiting[0]
         passed = all(s.number > first.number for s in last.running)
         assert not passed or first in last.admitted or first.adapter_id not in last.resident, first.number
