@@ -27,7 +27,7 @@ BATCH: Final = 32
 PEAK_RATE: Final = 4e-3
 VALIDATION_SEED: Final = 1
 VALIDATION_WORDS: Final = 600
-GOOD_ENOUGH: Final = 0.9975
+GOOD_ENOUGH: Final = 0.995
 
 
 def load_base(files: ToyFiles) -> Any:
