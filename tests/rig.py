@@ -195,10 +195,7 @@ class Rig:
         return {i for i in self._wanted() if self.prefetcher.is_resident(i)} | {BASE_MODEL}
 
     def _run(self, step: Step) -> None:
-        slots = [work.sequence.slot for work in step.work for _ in range(work.count)]
-        positions = [work.start + i for work in step.work for i in range(work.count)]
-        self.pool.extend(np.array(slots), np.array(positions))
-        self.scheduler.commit(step)
+        self._compute(step)
         for work in step.work:
             sequence = work.sequence
             if work.start + work.count == len(sequence.tokens):
@@ -207,6 +204,12 @@ class Rig:
                     self._end(sequence, FinishReason.LENGTH)
                 elif len(sequence.output_ids) >= self.stops_after[sequence.number]:
                     self._end(sequence, FinishReason.STOP)
+
+    def _compute(self, step: Step) -> None:
+        slots = [work.sequence.slot for work in step.work for _ in range(work.count)]
+        positions = [work.start + i for work in step.work for i in range(work.count)]
+        self.pool.extend(np.array(slots), np.array(positions))
+        self.scheduler.commit(step)
 
     def run_to_the_end(self, most_steps: int) -> None:
         """Steps until every request has ended, which must be within `most_steps`."""
