@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,15 @@ HEAD_DIM = st.sampled_from((16, 20, 32, 64, 80, 128, 256))
 SPANS = st.tuples(st.integers(1, 40), CONTEXTS.filter(bool)).map(lambda pair: (min(pair), pair[1]))
 
 
-def built(function: Callable[..., Case], dtype: str, **drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
-    return st.builds(function, dtype=st.just(dtype), seed=SEEDS, **drawn)
+Recipe = Callable[[], Case]
 
 
-def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Case]:
-    """What Hypothesis draws for an operation."""
+def built(function: Callable[..., Case], dtype: str, **drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Recipe]:
+    return st.builds(functools.partial, st.just(function), dtype=st.just(dtype), seed=SEEDS, **drawn)
+
+
+def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
+    """What Hypothesis draws for an operation: a case still to be made."""
     small, row_counts = st.integers(1, 5), st.integers(1, 6)
     if operation.startswith("mbgm"):
         return built(cases.lora_case, dtype, operation=st.just(operation), shape=lora_shapes())

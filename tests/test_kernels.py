@@ -63,9 +63,9 @@ def test_fixed_shapes(backend: str, kernel: str, dtype: str) -> None:
 @EACH_KERNEL
 @pytest.mark.parametrize("backend", ["cpu", ON_GPU])
 @given(data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=20)
 def test_drawn_shapes(backend: str, kernel: str, dtype: str, data: Any) -> None:
-    case = data.draw(drawn_cases(operation_of(kernel), dtype))
+    case = data.draw(drawn_cases(operation_of(kernel), dtype))()
     for each in ORDERS if backend == "cpu" else (backend,):
         case.check(run(each, kernel, case))
 

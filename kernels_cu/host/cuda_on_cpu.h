@@ -206,12 +206,10 @@ template <class P> static P argument(int i) {
         bool fits = int(sizeof(Element)) == given.item || (sizeof(Element) > 4 && given.bytes % sizeof(Element) == 0);
         if (given.kind != 'a' || (given.data && !fits)) fail("%s is no array of items of %zu bytes", given.name, sizeof(Element));
         if (!given.data) return value;
-        arguments[i] = guarded(given.name, given.bytes);
-        value = static_cast<P>(const_cast<void*>(static_cast<const void*>(arguments[i].data)));
-        memcpy(arguments[i].data, given.data, given.bytes);
-        arguments[i].constant = std::is_const_v<Element>;
-        size_t page = sysconf(_SC_PAGESIZE);
-        if (arguments[i].constant) mprotect(arguments[i].map + page, arguments[i].mapped - 2 * page, PROT_READ);
+        Region& copy = arguments[i] = guarded(given.name, given.bytes);
+        value = static_cast<P>(memcpy(copy.data, given.data, given.bytes));
+        copy.constant = std::is_const_v<Element>;
+        if (copy.constant) mprotect(copy.map + GUARD, copy.mapped - 2 * GUARD, PROT_READ);
     } else {
         char kind = std::is_integral_v<P> ? 'i' : 'f';
         if (given.kind != kind || given.item != sizeof(P)) fail("%s is no %c%zu", given.name, kind, sizeof(P));

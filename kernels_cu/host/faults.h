@@ -40,7 +40,8 @@ static sigjmp_buf escape;
     siglongjmp(escape, 1);
 }
 
-// --- memory that ends at a page without access; what surrounds it up to there is 0xFF, and must stay so ---
+// --- memory between two ranges without access; what surrounds it up to there is 0xFF, and must stay so ---
+constexpr size_t GUARD = 64 << 20;
 struct Region {
     const char* name;
     char *map, *data;
@@ -51,22 +52,19 @@ static Region regions[97];
 static Region *arguments = regions, *shared_arrays = regions + 64, *dynamic_shared = regions + 96;
 
 static Region guarded(const char* name, size_t bytes) {
-    size_t page = sysconf(_SC_PAGESIZE), whole = (bytes + 15 + page) / page * page;
-    void* map = mmap(nullptr, whole + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (map == MAP_FAILED) fail("no memory for the %zu bytes of %s", bytes, name);
-    char* start = static_cast<char*>(map) + page;
-    mprotect(map, page, PROT_NONE);
-    mprotect(start + whole, page, PROT_NONE);
+    size_t page = sysconf(_SC_PAGESIZE), whole = (bytes + 15 + page) / page * page, mapped = whole + 2 * GUARD;
+    void* map = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char* start = static_cast<char*>(map) + GUARD;
+    if (map == MAP_FAILED || mprotect(start, whole, PROT_READ | PROT_WRITE)) fail("no memory for %s", name);
     memset(start, 0xFF, whole);
-    return {name, start - page, start + whole - (bytes + 15) / 16 * 16, bytes, whole + 2 * page, false};
+    return {name, start - GUARD, start + whole - (bytes + 15) / 16 * 16, bytes, mapped, false};
 }
 static void release(Region& region) {
     if (region.map) munmap(region.map, region.mapped);
     region = Region();
 }
 static void check_surroundings(const Region& region) {
-    size_t page = sysconf(_SC_PAGESIZE);
-    for (char* p = region.map + page; region.map && p < region.map + region.mapped - page; p++)
+    for (char* p = region.map + GUARD; region.map && p < region.map + region.mapped - GUARD; p++)
         if (p == region.data && region.bytes) p += region.bytes - 1;
         else if (*p != char(0xFF)) fail("%s has %zu bytes; byte %td was written", region.name, region.bytes, p - region.data);
 }

@@ -58,6 +58,8 @@ def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]
         raise KernelError(f"argument {name}: shape {tuple(array.shape)}, the kernel takes {wanted}")
     if any(n > INT_MAX for n in array.shape):
         raise KernelError(f"argument {name}: shape {tuple(array.shape)} exceeds the kernel's 32-bit sizes")
+    if 0 in array.shape:
+        return array
     expected = array.dtype.itemsize
     for axis in reversed(range(strided, len(shape))):
         if array.shape[axis] > 1 and array.strides[axis] != expected:
