@@ -22,26 +22,24 @@ HOST = ROOT / "slora_ref" / "bench" / "results" / "HOST-CPU.json"
 
 
 def demo_output() -> str:
-    """What `make demo` prints; draws the picture of the pool on the way."""
-    lines: list[str] = []
-    report = run_demo(DemoOptions(), lines.append, plot=PICTURE)
-    said = [line for line in lines if not line.startswith("drew ")]
-    return "\n".join(["```", *said, report.table(), "```"])
+    """The last part of what `make demo` prints; draws the picture of the pool on the way."""
+    report = run_demo(DemoOptions(), print, plot=PICTURE)
+    return "```\n" + report.table()[report.table().index("What happened") :] + "\n```"
 
 
 def host_table() -> str:
     """The committed measurement of the host's work."""
     result = json.loads(HOST.read_text(encoding="utf-8"))
     machine = result["machine"]
-    rows = ["| what | size | median |", "| --- | --- | ---: |"]
+    rows = ["| host work, without the model | size | median |", "| --- | --- | ---: |"]
     for row in result["rows"]:
         if row["operation"] == "allocate":
-            rows.append(f"| allocate {row['pages']:,} pages | pool of {row['pool_pages']:,} | {row['us']:.1f} us |")
+            rows.append(f"| allocate {row['pages']:,} pages | pool of {row['pool_pages']:,} pages | {row['us']:.1f} us |")
         else:
             size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['pool_pages']:,} pages"
-            rows.append(f"| policy, scheduler, allocator and tables, one step | {size} | {row['us']:.0f} us |")
+            rows.append(f"| policy, scheduler, allocator, tables: one step | {size} | {row['us']:.0f} us |")
     where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, NumPy {machine['numpy']}"
-    return "\n".join([*rows, "", f"Measured by `{result['command']}` on {where}, {result['date']}."])
+    return "\n".join([*rows, "", f"(`{result['command']}` on {where}, {result['date']})"])
 
 
 def task_list() -> str:
@@ -54,9 +52,9 @@ PARTS: dict[str, Callable[[], str]] = {"demo": demo_output, "host": host_table, 
 
 def filled(text: str, name: str, content: str) -> str:
     """`text` with the part `name` replaced."""
-    part = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
+    part = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
     assert len(part.findall(text)) == 1, f"README.md must have the part {name} once"
-    return part.sub(lambda found: found[1] + content + found[2], text)
+    return part.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
 
 
 def masked(text: str) -> str:
