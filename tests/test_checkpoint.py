@@ -92,6 +92,12 @@ def test_the_index_decides_which_copy_wins(tmp_path: Path) -> None:
     assert_equals(load_checkpoint(tmp_path, T0), model_tensors(T0, 0) | {EMBED: other})
 
 
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, T0, seed=1)
+    write_model_folder(tmp_path, T0, seed=2, shards=1)
+    assert_equals(load_checkpoint(tmp_path, T0), model_tensors(T0, 2))
+
+
 def test_an_index_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     write_model_folder(tmp_path, T0)
     edit_index(tmp_path, lambda names: names.update({EMBED: SHARDS[1]}))

@@ -25,6 +25,7 @@ from golden.cases import (
     prompts,
     sha256,
 )
+from tiny import write_model_folder
 
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.checkpoint import load_checkpoint
@@ -164,3 +165,21 @@ def test_engine_serves_folders_of_save_pretrained(name: str) -> None:
     assert_same_logits(name, [np.stack(answer.logits) for answer in answers])
     for row, answer in enumerate(answers):
         assert_same_tokens(name, row, list(answer.token_ids))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_of_a_padded_head_are_never_sampled(temperature: float, tmp_path: Path) -> None:
+    """A head of 128 rows for 97 tokens, whose padding would win every argmax; the answers are those without it."""
+    config = MODELS["t0"].config
+    tensors = MODELS["t0"].weights()
+    padding = 50 * tensors["lm_head.weight"][:31] + 9
+    padded = tensors | {"lm_head.weight": np.concatenate([tensors["lm_head.weight"], padding])}
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=temperature, seed=1, logprobs=3)
+    answers = []
+    for name, stored in (("plain", tensors), ("padded", padded)):
+        folder = write_model_folder(tmp_path / name, config, tensors=stored)
+        answers.append(Engine.from_pretrained(folder, EngineConfig(pool_pages=2000)).generate(prompts(), params))
+    for plain, same in zip(*answers, strict=True):
+        assert plain.token_ids == same.token_ids and max(same.token_ids) < 97
+        assert all(max(step) < 97 for step in same.logprobs)
+    assert (padding @ np.ones(64)).max() > (tensors["lm_head.weight"] @ np.ones(64)).max()

@@ -129,5 +129,5 @@ def _yarn(fields: Fields, theta: float, original: int, max_positions: int) -> Ro
         attention_factor=None if attention is None else fields.number("attention_factor", 0.0, LARGEST),
         mscale=fields.number("mscale", 0.0, LARGEST, 0.0),
         mscale_all_dim=fields.number("mscale_all_dim", 0.0, LARGEST, 0.0),
-        truncate=fields.flag("truncate", True),
+        truncate=fields.flag("truncate", "truncate" not in fields.values),  # a null is false here, as in transformers
     )
