@@ -241,7 +241,7 @@ def attention_pages(
     rng: np.random.Generator, dtype: str, kv_heads: int, head_dim: int, contexts: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Pages in random order, the table of sequences (slot i: sequence i), and keys and values as stored, in float64."""
-    table = np.full((len(contexts) + 1, 2, max(contexts) + 3), -1, np.int32)
+    table = np.full((len(contexts), 2, max([1, *contexts])), -1, np.int32)
     count = 2 * sum(contexts) + 5
     pages = store(np.full((count, kv_heads * head_dim), np.nan), dtype, page_gap(kv_heads * head_dim, dtype))
     order, both = iter(rng.permutation(count).tolist()), []
@@ -382,13 +382,13 @@ def rope_case(dtype: str, seed: int, rows: int, heads: int, kv_heads: int, head_
 def rms_norm_case(dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0) -> Case:
     """A case of rms_norm, with or without the residual's addition."""
     rng = np.random.default_rng(seed)
-    x, delta = store(normal(rng, rows, hidden), dtype, gap), store(normal(rng, rows, hidden), dtype, gap)
+    x, delta = store(normal(rng, rows, hidden), dtype, gap), store(normal(rng, rows, hidden), dtype, gap + 1)
     weight, out = store(1 + normal(rng, hidden, sd=0.1), dtype), store(np.full((rows, hidden), np.nan), dtype, gap)
     total = x.astype(np.float64)
     if add:
         total = (x.astype(np.float32) + delta.astype(np.float32)).astype(DTYPES[dtype]).astype(np.float64)
-    want = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5) * weight.astype(np.float64)
-    arguments = row_arguments.rms_norm(out, x, delta if add else None, weight, 1e-5)
+    want = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + 0.01) * weight.astype(np.float64)
+    arguments = row_arguments.rms_norm(out, x, delta if add else None, weight, 0.01)
     untouched = {} if add else {"x": np.ones(x.shape, np.bool_)}
     return Case("rms_norm", dtype, arguments, {"out": want, "x": total}, untouched=untouched)
 
@@ -407,9 +407,11 @@ def silu_case(dtype: str, seed: int, rows: int, ffn: int, gap: int = 0) -> Case:
 
 
 def argmax_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0) -> Case:
-    """A case of argmax: ties, and one row in three with a number that is not finite."""
+    """A case of argmax: ties, the largest in front, and one row in three with a number that is not finite."""
     rng = np.random.default_rng(seed)
     values = np.round(normal(rng, rows, vocab) * 4)
+    for row, places in zip(range(rows), ([], [0], [5, 128], [], [7, 135, 263]), strict=False):
+        values[row, [place for place in places if place < vocab]] = 99
     for row in range(0, rows, 3):
         values[row, rng.integers(0, vocab)] = rng.choice([np.nan, np.inf, -np.inf])
     logits = store(values, dtype, gap)

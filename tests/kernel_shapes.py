@@ -92,7 +92,13 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
 
 
 SMALL_LORA = LoraShape(
-    64, 150, (96, 40, 33), [[17, 3, 8], [1, 0, 65], [40, 24, 5]], [(0, 17), (-1, 2), (1, 1), (2, 5)], 2
+    width=64,
+    d_in=149,
+    d_outs=(96, 40, 33),
+    ranks=[[17, 3, 8], [1, 0, 65], [40, 24, 5]],
+    segments=[(0, 17), (-1, 2), (1, 1), (2, 5)],
+    splits=2,
+    gap=3,
 )
 WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
 
@@ -107,12 +113,14 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.decode_case(dtype, 1, 2, 2, 20, (150, -1, 0, 1, 300), 1, 3),
             cases.decode_case(dtype, 2, 1, 4, 64, (33, 290, -1, 129), 3),
             cases.decode_case(dtype, 3, 2, 1, 256, (140,), 1),
+            cases.decode_case(dtype, 4, 1, 1, 32, (35, 60), 1),
         ],
         "paged_attention_merge": lambda: [cases.merge_case(dtype, 1, 3, 140, (30, -1, 0, 10, 95), 10)],
         "paged_attention_prefill": lambda: [
             cases.prefill_case(dtype, 1, 2, 2, 20, ((17, 17), (3, 140)), 3),
             cases.prefill_case(dtype, 2, 1, 4, 64, ((20, 150), (1, 5))),
             cases.prefill_case(dtype, 3, 1, 1, 256, ((2, 300),)),
+            cases.prefill_case(dtype, 4, 1, 1, 32, ((3, 9), (5, 50))),
         ],
         "rope_store": lambda: [cases.rope_case(dtype, 1, 6, 3, 2, 20, 3), cases.rope_case(dtype, 2, 5, 4, 2, 128)],
         "rms_norm": lambda: [
@@ -122,6 +130,6 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
         ],
         "silu_mul": lambda: [cases.silu_case(dtype, 1, 3, 150, 5), cases.silu_case(dtype, 2, 2, 256)],
         "argmax": lambda: [cases.argmax_case(dtype, 1, 7, 300, 5), cases.argmax_case(dtype, 2, 4, 1024)],
-        "load_pages": lambda: [cases.load_case(dtype, 1, 3, 5, 100), cases.load_case(dtype, 2, 2, 7, 256)],
+        "load_pages": lambda: [cases.load_case(dtype, 1, 3, 5, 101), cases.load_case(dtype, 2, 2, 7, 256)],
     }
     return table[operation]()

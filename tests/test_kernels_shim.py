@@ -180,6 +180,12 @@ def test_more_shared_memory_than_all_architectures_have_is_reported(bench: Bench
         bench("int* out", "SHARED(float, s, [64]);", ints(1), shared=96 << 10)
 
 
+def test_an_overflow_of_a_stack_is_reported(bench: Bench) -> None:
+    body = "volatile char large[200000]; for (int i = 199999; i >= 0; i -= 64) large[i] = 1; out[0] = large[5];"
+    with pytest.raises(KernelError, match="stack overflowed"):
+        bench("int* out", body, ints(1))
+
+
 def test_a_division_by_zero_is_reported(bench: Bench) -> None:
     with pytest.raises(KernelError, match="division by zero"):
         bench("int* out, int zero", "out[0] = 7 / zero;", ints(1), np.int32(0))
@@ -335,12 +341,13 @@ def test_floats_are_rounded_to_the_nearest_half_ties_to_even(bench: Bench, dtype
     with np.errstate(invalid="ignore", over="ignore"):
         between = (every[:-1] + every[1:]) / 2  # ties, where the neighbours are neighbours
     drawn = rng.integers(0, 2**32, 1 << 16, dtype=np.uint32).view(np.float32)
-    x = np.concatenate([every, between, drawn, [65519.996, 65520, 2**-25, 3 * 2**-25, 0]]).astype(np.float32)
+    edges = np.array([65519.996, 65520, 2**-25, 3 * 2**-25, 0], np.float32)
+    x = np.concatenate([every, between, drawn, edges])
     x = np.resize(x, -(-len(x) // 64) * 64)
     out = np.zeros(len(x), dtype)
     body = "int i = blockIdx.x * 64 + threadIdx.x; out[i] = to_num(x[i]);"
     bench("Num* out, const float* x", body, out, x, blocks=len(x) // 64, dtype=dtype)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         np.testing.assert_array_equal(out.astype(np.float32), x.astype(dtype).astype(np.float32))
 
 

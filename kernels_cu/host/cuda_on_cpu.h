@@ -46,8 +46,7 @@ static char* shared_array(const char* name, size_t bytes) {
 }
 
 constexpr size_t MOST_THREADS = 1024, STACK = 128 << 10, SHARED_LIMIT = 96 << 10;
-static Region stacks;
-
+static char* stacks;
 // --- fibers: made once, each runs one thread of every block; gdb steps through them, for no libc call switches ---
 struct Context { void* at[5]; };
 [[gnu::noipa]] static void jump(Context& to) { __builtin_longjmp(to.at, 1); }
@@ -91,7 +90,8 @@ static void resume(int i) {
     select(i);
     if (fibers[i].made) return switch_to(scheduler, fibers[i].context);
     fibers[i].made = true;  // sizes differ, or all stacks would share one set of the cache
-    switch_to_new(scheduler, stacks.data + i * STACK, STACK - i % 61 * 64, run_fiber);
+    mprotect(stacks + i * STACK, 1, PROT_NONE);
+    switch_to_new(scheduler, stacks + i * STACK, STACK - i % 61 * 64, run_fiber);
 }
 static void pause() { switch_to(fibers[current].context, scheduler); }
 static void run_fiber() {
@@ -231,7 +231,8 @@ template <class... P> static int launch(void (*kernel)(P...), Request* asked) {
         blockDim = {asked->block[0], asked->block[1], asked->block[2]};
         threads = blockDim.x * blockDim.y * blockDim.z;
         random_state = asked->seed;
-        if (!stacks.map) stacks = guarded("stacks", MOST_THREADS * STACK);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        if (!stacks) stacks = (char*)mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (asked->count != sizeof...(P)) fail("%d arguments, the kernel takes %zu", asked->count, sizeof...(P));
         if (threads > int(MOST_THREADS)) fail("%d threads in a block, the limit is %zu", threads, MOST_THREADS);
         bind(kernel, std::index_sequence_for<P...>());

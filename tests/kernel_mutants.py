@@ -1,0 +1,97 @@
+"""Faults planted in the kernels, one substitution each. The tests of the kernels must see every one of them.
+
+The last rung of an operation has a mutant for each barrier and each bounds guard; every other rung has at least two.
+The old text must occur once in the file. A kernel with a mutant that survives has a test that does not look.
+"""
+
+from __future__ import annotations
+
+MUTANTS: dict[str, list[tuple[str, str]]] = {
+    "lora_lookup_1_naive": [
+        ("if (i >= layers * targets * entries) return;", ""),
+        ("if (slot < 0) {", "if (slot < -1) {"),
+        ("slot * table + b_start", "b_start"),
+    ],
+    "mbgmv_shrink_1_naive": [
+        ("adapter.rank; j +=", "adapter.rank - 1; j +="),
+        ("min(first + part, d_in)", "first + part"),
+        ("+ i / width]", "]"),
+    ],
+    "mbgmv_expand_1_naive": [
+        ("if (target == targets) return;", ""),
+        ("o >= d_out[target]", "o > d_out[target]"),
+        ("+ j * pieces +", "+ j +"),
+    ],
+    "mbgmm_shrink_1_naive": [
+        ("tile.y * adapter.rank", "(tile.y - 1) * adapter.rank"),
+        ("min(first + part, d_in)", "first + part"),
+        ("(split * static_cast<long long>(rows) + row)", "row"),
+    ],
+    "mbgmm_expand_1_naive": [
+        ("if (target == targets) return;", ""),
+        ("row < tile.x + tile.y", "row <= tile.x + tile.y"),
+    ],
+    "paged_attention_decode_1_naive": [
+        ("__syncthreads();  // scores are written before any thread reads them", ""),
+        ("__syncthreads();  // scores are read before the next ones are written", ""),
+        ("min(begin + chunk, query.y)", "begin + chunk"),
+        ("query.x < 0 ||", ""),
+        ("if (token < end) {", "{"),
+        ("min(blockDim.x, end - first)", "blockDim.x"),
+        ("head / (heads / kv_heads)", "head % kv_heads"),
+        ("total *= rescale;", ""),
+        ("sums[d] * rescale", "sums[d]"),
+        ("total > 0 ? sums[d] / total : 0.0f", "sums[d] / total"),
+        ("if (splits > 1 && threadIdx.x == 0)", "if (splits > 1 && threadIdx.x == 1 && split == 0)"),
+    ],
+    "paged_attention_merge_1_naive": [
+        ("if (query.x < 0) return;", ""),
+        ("min(ceil_div(query.y, chunk), splits)", "splits"),
+        ("total += weight *", "total +="),
+        ("total > 0 ? sum / total : 0.0f", "sum / total"),
+        ("d < head_dim; d += blockDim.x", "d < head_dim; d += head_dim"),
+    ],
+    "paged_attention_prefill_1_naive": [
+        ("__syncthreads();  // scores are written before any thread reads them", ""),
+        ("__syncthreads();  // scores are read before the next ones are written", ""),
+        ("visible = tile.w + i", "visible = tile.w"),
+        ("i < tile.y", "i <= tile.y"),
+        ("if (token < visible) {", "{"),
+        ("min(blockDim.x, visible - first)", "blockDim.x"),
+        ("head / (heads / kv_heads)", "head % kv_heads"),
+        ("total *= rescale;", ""),
+        ("sums[d] * rescale", "sums[d]"),
+    ],
+    "rope_store_1_naive": [
+        ("if (head >= heads && k_page < 0) continue;", ""),
+        ("v_page >= 0 &&", ""),
+        ("low * c - high * s", "low * c + high * s"),
+        ("pair < (heads + kv_heads) * half", "pair < heads * half"),
+        ("q + (heads + kv_heads) * head_dim", "q + heads * head_dim"),
+    ],
+    "rms_norm_1_naive": [
+        ("__syncthreads();  // each thread's squares are written before all threads add them", ""),
+        ("i < hidden; i += blockDim.x) {", "i <= hidden; i += blockDim.x) {"),
+        ("if (delta) from[i]", "from[i]"),
+        ("total / hidden + eps", "total / hidden"),
+        ("row * delta_stride", "row * x_stride"),
+    ],
+    "silu_mul_1_naive": [
+        ("if (i >= ffn) return;", ""),
+        ("+ ffn + i]", "+ i]"),
+    ],
+    "load_pages_1_naive": [
+        ("i < all;", "i <= all;"),
+        ("page * static_cast<long long>(page_stride)", "page * static_cast<long long>(width)"),
+        ("vector * image_stride", "vector * width"),
+        ("layer * layer_stride", "0"),
+    ],
+    "argmax_1_naive": [
+        ("__syncthreads();  // each thread's findings are written before thread 0 compares them", ""),
+        ("if (threadIdx.x > 0) return;", ""),
+        ("i < vocab;", "i <= vocab;"),
+        ("|| (bests[i] == best && tokens[i] < at)", ""),
+        ("logit > best", "logit >= best"),
+        ("good = good && all_finite[i];", ""),
+    ],
+}

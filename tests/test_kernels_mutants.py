@@ -1,0 +1,49 @@
+"""Every mutant of kernel_mutants.py is caught by the host build, in one of the orders of threads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from kernel_mutants import MUTANTS
+from kernel_shapes import fixed_cases
+
+from slora_ref.errors import KernelError
+from slora_ref.ops.host_kernels import ORDERS, HostKernels
+from slora_ref.ops.kernel_source import kernel_path
+from slora_ref.ops.rungs import RUNGS, ladder, make_launch, operation_of
+
+BARRIER = re.compile(r"__sync(?:threads|warp)\(")
+LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}
+EACH = [(kernel, old, new) for kernel, mutants in MUTANTS.items() for old, new in mutants]
+
+
+@pytest.mark.parametrize("kernel", RUNGS)
+def test_every_barrier_has_a_mutant_and_every_rung_has_two(kernel: str) -> None:
+    text = kernel_path(kernel).read_text(encoding="utf-8")
+    mutants = MUTANTS.get(kernel, [])
+    assert len(mutants) >= 2
+    if kernel in LAST:
+        lines = [line for line in text.splitlines() if BARRIER.search(line)]
+        removed = [old for old, new in mutants if BARRIER.search(old) and not BARRIER.search(new)]
+        assert len(removed) >= len(lines), f"{len(lines)} barriers, {len(removed)} mutants that drop one"
+
+
+@pytest.mark.parametrize(("kernel", "old", "new"), EACH, ids=[f"{kernel}-{old}" for kernel, old, _ in EACH])
+def test_a_mutant_is_caught(kernel: str, old: str, new: str, tmp_path: Path) -> None:
+    text = kernel_path(kernel).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+    (tmp_path / f"{kernel}.cu").write_text(text.replace(old, new), encoding="utf-8")
+    kernels = HostKernels(tmp_path, tmp_path / "cache")
+    dtype = RUNGS[kernel].dtypes[0]
+    for case in fixed_cases(operation_of(kernel), dtype):
+        for order in ORDERS:
+            arguments = case.copy()
+            try:
+                kernels.run(make_launch(kernel, dtype, arguments), order, seed=1)
+                case.check(arguments)
+            except (KernelError, AssertionError) as error:
+                assert "g++ refuses" not in str(error)
+                return
+    pytest.fail("the mutant survives")
