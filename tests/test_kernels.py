@@ -7,9 +7,11 @@ are. Shapes come from kernel_shapes.py, oracles from kernel_cases.py.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import kernel_cases as cases
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,3 +81,67 @@ def test_the_widths_of_a_real_model(kernel: str, d_in: int, d_out: int) -> None:
     shape = LoraShape(4096, d_in, (d_out,), [[8], [3]], [(0, 2), (1, 1), (-1, 1)])
     case = cases.lora_case(operation_of(kernel), "float16", 5, shape)
     case.check(run("forward", kernel, case))
+
+
+# --- a row's bits do not depend on other rows, on the segment's length or on the order of pages ---
+
+BITWISE = [(k, d) for k, d in KERNELS if k.startswith(("mbgm", "paged_attention_decode", "paged_attention_prefill"))]
+EACH_BITWISE = pytest.mark.parametrize(("kernel", "dtype"), BITWISE, ids=lambda value: value)
+OUTPUT = {"shrink": "t", "expand": "y", "decode": "out", "prefill": "out"}
+MANY = LoraShape(48, 200, (130, 40), [[17, 5], [3, 40]], [(0, 9), (1, 1), (-1, 1), (1, 13)], splits=2)
+
+
+def bitwise_case(operation: str, dtype: str) -> Case:
+    if operation.startswith("mbgm"):
+        return cases.lora_case(operation, dtype, 7, MANY)
+    if operation.endswith("decode"):
+        return cases.decode_case(dtype, 7, 2, 2, 64, (150, 31, 90), 1)
+    return cases.prefill_case(dtype, 7, 2, 2, 64, ((9, 150), (12, 12)))
+
+
+def row_bits(kernel: str, arguments: dict[str, Any], row: int) -> bytes:
+    name = OUTPUT[operation_of(kernel).rpartition("_")[2]]
+    array = np.ascontiguousarray(arguments[name][:, row] if name == "t" else arguments[name][row])
+    return array.tobytes()
+
+
+@EACH_BITWISE
+def test_bits_do_not_depend_on_the_order_of_pages(kernel: str, dtype: str) -> None:
+    case = bitwise_case(operation_of(kernel), dtype)
+    moved = case.copy()
+    order = np.random.default_rng(0).permutation(len(moved["pages"]))
+    moved["pages"][order] = case.arguments["pages"]
+    ids = "page_table" if "page_table" in moved else "sequence_pages"
+    moved[ids] = np.where(moved[ids] >= 0, order[moved[ids]], -1).astype(np.int32)
+    before = run("forward", kernel, case)
+    after = run("forward", kernel, replace(case, arguments=moved))
+    rows = range(case.want[next(iter(case.want))].shape[0])
+    assert [row_bits(kernel, before, row) for row in rows] == [row_bits(kernel, after, row) for row in rows]
+
+
+@EACH_BITWISE
+def test_bits_do_not_depend_on_other_rows(kernel: str, dtype: str) -> None:
+    """Each entry of the step (a row, or a tile cut to one row) alone gives the bits that it has among the others."""
+    case = bitwise_case(operation_of(kernel), dtype)
+    together = run("forward", kernel, case)
+    names = [name for name in ("lora", "tiles", "queries") if name in case.arguments]
+    count = case.arguments[names[0]].shape[1 if names[0] == "lora" else 0]
+    for entry in range(count):
+        alone = case.copy()
+        row = entry
+        if "lora" in alone:
+            others = np.arange(count) != entry
+            alone["lora"][:, others] = 0
+        if "queries" in alone:
+            alone["queries"][np.arange(count) != entry] = (-1, 0)
+        if "tiles" in alone:
+            alone["tiles"][np.arange(count) != entry] = 0
+            if not alone["tiles"][entry, 1]:
+                continue
+            last = alone["tiles"][entry, 1] - 1
+            alone["tiles"][entry, 0] += last
+            alone["tiles"][entry, 1] = 1
+            alone["tiles"][entry, 3:] += last
+            row = alone["tiles"][entry, 0]
+        after = run("forward", kernel, replace(case, arguments=alone))
+        assert row_bits(kernel, after, row) == row_bits(kernel, together, row), f"entry {entry}"
