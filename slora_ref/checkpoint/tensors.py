@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeGuard
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -129,7 +130,10 @@ def _stored(name: str, entry: object, data_start: int) -> StoredTensor:
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {show(name)} is of unknown type {show(dtype)}")
-    if not _whole_numbers(shape) or not _whole_numbers(span) or len(span) != 2:
+    if not (isinstance(shape, list) and isinstance(span, list) and len(span) == 2 and len(shape) <= MAX_DIMENSIONS):
+        raise ValueError(f"tensor {show(name)} has shape {show(shape)} at {show(span)}; two short lists are needed")
+    numbers = shape + span
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(f"tensor {show(name)} has shape {show(shape)} at {show(span)}; whole numbers are needed")
     nbytes = ITEM_BYTES[dtype] * math.prod(shape)
     if span[1] - span[0] != nbytes:
@@ -137,16 +141,9 @@ def _stored(name: str, entry: object, data_start: int) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape), data_start + span[0], nbytes)
 
 
-def _whole_numbers(value: object) -> TypeGuard[list[int]]:
-    """Whether a JSON value is a short list of whole numbers from 0."""
-    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
-        return False
-    return set(map(type, value)) <= {int} and min(value, default=0) >= 0
-
-
 def _check_tiling(tensors: dict[str, StoredTensor], start: int, end: int) -> None:
     """The regions follow each other from `start` to `end`: no hole, no overlap (a name given twice leaves a hole)."""
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
+    for tensor in sorted(tensors.values(), key=itemgetter(2, 3)):  # by offset; an empty one before its neighbour
         if tensor.offset != start:
             raise ValueError(f"tensor data at byte {tensor.offset}, expected at {start}; damaged")
         start += tensor.nbytes
