@@ -1,7 +1,7 @@
 // computes: out[row] = softmax(q K^T / sqrt(head_dim)) V for one query a row, over the tokens of the row's sequence
-// arrays: out [rows, heads * head_dim]; partial [rows, heads, splits, head_dim] float32 and stats [rows, heads, splits] of
-//         (largest score, sum of exp); q [rows, heads * head_dim]; pages [.., kv_heads * head_dim]; sequence_pages [slots,
-//         2, positions]: pages of keys, of values; queries [rows] of (sequence slot, visible tokens); slot -1: not here
+// arrays: out, q [rows, heads * head_dim]; pages [.., kv_heads * head_dim]; sequence_pages [slots, 2, positions]: pages
+//         of keys, of values; queries [rows] of (sequence slot, visible tokens), slot -1: not here; partial [rows, heads,
+//         splits, head_dim] float32 and stats [rows, heads, splits] of (largest score, sum of exp)
 // map: a block owns a row, a head and, of its tokens, the split-th `chunk`; a thread a token, then a column of V
 // new here: the first rung. Scores of blockDim tokens at a time; sums are rescaled when a larger score appears
 // limits: none; with one split the result is final, else paged_attention_merge makes it from partial and stats
@@ -52,7 +52,7 @@ extern "C" __global__ void paged_attention_decode_1_naive(Num* out, float* parti
     long long place = (row * heads + head) * splits + split;
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         if (splits > 1) partial[place * head_dim + d] = sums[d];
-        else out[row * out_stride + head * head_dim + d] = to_num(total > 0 ? sums[d] / total : 0.0f);
+        else out[row * out_stride + head * head_dim + d] = to_num(total == 0 ? 0.0f : sums[d] / total);
     }
     if (splits > 1 && threadIdx.x == 0) stats[place] = float2{largest, total};
 }

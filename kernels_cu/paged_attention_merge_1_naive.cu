@@ -1,6 +1,6 @@
 // computes: out[row] from what paged_attention_decode left of each split: the sums weighted by exp(largest score)
-// arrays: out [rows, heads * head_dim]; partial [rows, heads, splits, head_dim] float32 and stats [rows, heads, splits] of
-//         (largest score, sum of exp); queries [rows] of (sequence slot, visible tokens); slot -1: not here
+// arrays: out [rows, heads * head_dim]; partial [rows, heads, splits, head_dim] float32; stats [rows, heads, splits] of
+//         (largest score, sum of exp); queries [rows] of (sequence slot, visible tokens), slot -1: not here
 // map: a block owns a row and a head, a thread every blockDim-th column
 // new here: the first rung, nothing but the formula
 // limits: none; splits beyond a row's tokens are not read
@@ -25,6 +25,6 @@ extern "C" __global__ void paged_attention_merge_1_naive(Num* out, const float* 
             sum += weight * partial[(place + split) * head_dim + d];
             total += weight * stats[place + split].y;
         }
-        out[row * out_stride + head * head_dim + d] = to_num(total > 0 ? sum / total : 0.0f);
+        out[row * out_stride + head * head_dim + d] = to_num(total == 0 ? 0.0f : sum / total);
     }
 }
