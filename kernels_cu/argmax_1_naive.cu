@@ -7,8 +7,8 @@
 
 extern "C" __global__ void argmax_1_naive(int* token, int* finite, const Num* logits, int rows, int vocab,
                                           int logits_stride) {
-    DYNAMIC_SHARED(int, tokens);  // [blockDim], behind it whether each thread's logits are finite, and the best of them:
-    int* all_finite = tokens + blockDim.x;
+    DYNAMIC_SHARED(int, tokens);            // [blockDim], behind it
+    int* all_finite = tokens + blockDim.x;  // [blockDim] whether all is finite, and the best:
     float* bests = reinterpret_cast<float*>(all_finite + blockDim.x);
     const Num* from = logits + static_cast<long long>(blockIdx.x) * logits_stride;
     float best = NEGATIVE_INFINITY;

@@ -16,8 +16,8 @@
 #endif
 #define HELPER __device__ __forceinline__
 
-// Where one target's A and B of one adapter lie and how they act in one layer; made by lora_lookup. A column of A (a row
-// of B) takes ceil(its length / width) pages; column j's piece p is in page page_table[a + j * pieces + p].
+// Where one target's A and B of one adapter lie and how they act in one layer; made by lora_lookup. A column of A (a
+// row of B) takes ceil(its length / width) pages; column j's piece p is in page page_table[a + j * pieces + p].
 struct __align__(16) Lora {
     int a, b;     // first entries of A and of B in the flat page table
     int rank;     // 0: none, leave the row alone
@@ -91,14 +91,16 @@ HELPER uint4 load16(const void* from) {
     return *static_cast<const uint4*>(from);
 }
 // A load that the compiler leaves where it stands, ahead of its use, and that does not stay in L1: for weights.
-HELPER uint4 load16_once(const void* from) {
+// Unwanted: zeros.
+HELPER uint4 load16_once(const void* from, bool wanted = true) {
 #if ON_DEVICE
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+                 " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "r"(static_cast<int>(wanted)));
     return v;
 #else
-    return load16(from);
+    return wanted ? load16(from) : uint4{0, 0, 0, 0};
 #endif
 }
 HELPER void store16(void* to, uint4 v) {
@@ -151,7 +153,7 @@ HELPER float warp_max(float x) {
     return x;
 }
 
-// --- programmatic dependent launch: only sm_90 has it; elsewhere and on the host a kernel starts when the last has ended
+// --- programmatic dependent launch: sm_90 has it; elsewhere and on the host a kernel starts when the last ended ---
 // In the first kernel: from here on the next one may start; what it needs is still only visible after its wait.
 HELPER void launch_dependents() {
 #if ON_DEVICE && __CUDA_ARCH__ >= 900
@@ -168,8 +170,8 @@ HELPER void wait_for_previous() {
 // --- asynchronous copies of 16 bytes from global to shared memory; bytes < 16: the rest becomes 0 ---
 HELPER void copy_async16(void* shared, const void* global, int bytes = 16) {
 #if ON_DEVICE
-    asm volatile("{.reg .u64 p; .reg .u32 s; cvta.to.shared.u64 p, %0; cvt.u32.u64 s, p;"
-                 " cp.async.cg.shared.global [s], [%1], 16, %2;}" :: "l"(shared), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(global), "r"(bytes) : "memory");
 #else
     shim::copy_async(shared, global, bytes);
 #endif
@@ -181,7 +183,8 @@ HELPER void copies_commit() {  // the copies issued so far form a group
     shim::fibers[shim::current].group++;
 #endif
 }
-template <int NEWEST> HELPER void copies_wait() {  // for this thread's groups but the NEWEST; others see it after a barrier
+// Waits for this thread's groups but the NEWEST ones; other threads see what was copied after a barrier.
+template <int NEWEST> HELPER void copies_wait() {
 #if ON_DEVICE
     asm volatile("cp.async.wait_group %0;" :: "n"(NEWEST) : "memory");
 #else
@@ -190,9 +193,9 @@ template <int NEWEST> HELPER void copies_wait() {  // for this thread's groups b
 }
 
 #ifndef DTYPE_FLOAT32
-// --- tensor cores: d [16, 8] += a [16, 16] b [16, 8], accumulated in float32. With g = lane / 4 and i = lane % 4 * 2 a lane
-// holds a[0]: (row g, columns i, i+1), a[1]: row g+8, a[2]: columns i+8, i+9, a[3]: both; b[0]: (rows i, i+1, column g),
-// b[1]: rows i+8, i+9; d[0], d[1]: (row g, columns i, i+1), d[2], d[3]: row g+8. The lower index is in the lower half.
+// --- tensor cores: d [16, 8] += a [16, 16] b [16, 8], sums in float32. With g = lane / 4, i = lane % 4 * 2 a lane holds
+// a[0]: (row g, columns i, i+1), a[1]: row g+8, a[2]: columns i+8, i+9, a[3]: both; b[0]: (rows i, i+1, column g), b[1]:
+// rows i+8, i+9; d[0], d[1]: (row g, columns i, i+1), d[2], d[3]: row g+8. The lower index is in the lower half.
 HELPER void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if ON_DEVICE
 #ifdef DTYPE_FLOAT16
@@ -223,9 +226,9 @@ HELPER void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&
 // matrix m in r[m], row lane / 4, columns lane % 4 * 2 and the next; transposed: of the matrix turned over.
 template <bool TRANSPOSED> HELPER void load_matrices(unsigned (&r)[4], const void* row) {
 #if ON_DEVICE
-#define LOAD(kind) asm volatile("{.reg .u64 p; .reg .u32 s; cvta.to.shared.u64 p, %4; cvt.u32.u64 s, p;" \
-                                " ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0, %1, %2, %3}, [s];}" \
-                                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(row) : "memory")
+    unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
+#define LOAD(kind) asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory")
     if (TRANSPOSED) LOAD(".trans");
     else LOAD("");
 #undef LOAD
@@ -237,7 +240,8 @@ template <bool TRANSPOSED> HELPER void load_matrices(unsigned (&r)[4], const voi
         for (int lane = 0; lane < 32; lane++)
             for (int m = 0; m < 4; m++) {
                 int i = lane / 4, j = lane % 4 * 2;
-                unsigned low = TRANSPOSED ? at(m, j, i) : at(m, i, j), high = TRANSPOSED ? at(m, j + 1, i) : at(m, i, j + 1);
+                unsigned low = TRANSPOSED ? at(m, j, i) : at(m, i, j);
+                unsigned high = TRANSPOSED ? at(m, j + 1, i) : at(m, i, j + 1);
                 static_cast<Lane*>(all[lane])->r[m] = low | high << 16;
             }
     });

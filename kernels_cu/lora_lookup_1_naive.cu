@@ -1,6 +1,6 @@
-// computes: for each layer, target and entry (a row or a tile of rows) where its adapter's A and B lie, and rank and scale
-// arrays: lora [layers, targets, entries] of Lora; slots [entries], -1: none; a_start, b_start [adapter_slots, targets];
-//         rank, scale [adapter_slots, layers, targets]: the columns of AdapterTables; its page table is [.., table]
+// computes: for each layer, target and entry (a row or a tile of rows) where its adapter's A and B lie, rank and scale
+// arrays: lora [layers, targets, entries] of Lora; slots [entries], -1: none; a_start, b_start [slots, targets] and
+//         rank, scale [slots, layers, targets] of AdapterTables, whose page table is [slots, table]
 // map: a thread owns one of the layers x targets x entries
 // new here: one read of 16 bytes in each kernel to come instead of a chain slot -> rank -> start, once a step
 // limits: none

@@ -1,6 +1,6 @@
 // computes: y[row] += scale t[row] B for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
-//         splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora;
+// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, of
+//         which the splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora;
 //         tiles [tiles] of (first row, rows), 0 rows: nothing to do. B is in pages
 // map: a block owns a tile and blockDim columns of y, a thread one of them in all rows of the tile
 // new here: the first rung, nothing but the formula
@@ -8,9 +8,9 @@
 #include "device.h"
 
 extern "C" __global__ void mbgmm_expand_1_naive(Num* y, const float* t, const Num* pages, const int* page_table,
-                                                const Lora* lora, const int2* tiles, int tile_count, int rows, int d_out0,
-                                                int d_out1, int d_out2, int width, int targets, int t_columns,
-                                                int splits, int y_stride, int page_stride) {
+                                                const Lora* lora, const int2* tiles, int tile_count, int rows,
+                                                int d_out0, int d_out1, int d_out2, int width, int targets,
+                                                int t_columns, int splits, int y_stride, int page_stride) {
     wait_for_previous();
     int2 tile = tiles[blockIdx.y];
     int column = blockIdx.x * blockDim.x + threadIdx.x, target = 0, o = column;

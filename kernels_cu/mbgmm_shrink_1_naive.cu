@@ -1,7 +1,8 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
-// map: a block owns a tile, a target and one of `splits` pieces of the sum over d_in; a thread every blockDim-th (row, column)
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
+// map: a block owns a tile, a target and one of `splits` parts of the sum over d_in; a thread every blockDim-th (row,
+//      column)
 // new here: the first rung, nothing but the formula
 // limits: none; columns of t beyond the rank are left as they are
 #include "device.h"

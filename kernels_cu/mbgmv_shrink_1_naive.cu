@@ -1,7 +1,8 @@
 // computes: t[row] = x[row] A for every target of a group, A of the row's own adapter at its own rank, in float32
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, rows] of Lora. A is in pages: see Lora in device.h
-// map: a block owns a row, a target and one of `splits` pieces of the sum over d_in; a thread every blockDim-th column of A
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, rows] of Lora. A is in pages: see Lora in device.h
+// map: a block owns a row, a target and one of `splits` parts of the sum over d_in; a thread every blockDim-th column
+//      of A
 // new here: the first rung, nothing but the formula
 // limits: none; columns of t beyond the rank are left as they are
 #include "device.h"

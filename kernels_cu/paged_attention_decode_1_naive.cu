@@ -1,7 +1,7 @@
 // computes: out[row] = softmax(q K^T / sqrt(head_dim)) V for one query a row, over the tokens of the row's sequence
 // arrays: out, q [rows, heads * head_dim]; pages [.., kv_heads * head_dim]; sequence_pages [slots, 2, positions]: pages
-//         of keys, of values; queries [rows] of (sequence slot, visible tokens), slot -1: not here; partial [rows, heads,
-//         splits, head_dim] float32 and stats [rows, heads, splits] of (largest score, sum of exp)
+//         of keys, of values; queries [rows] of (sequence slot, visible tokens), slot -1: not here; partial [rows,
+//         heads, splits, head_dim] float32 and stats [rows, heads, splits] of (largest score, sum of exp)
 // map: a block owns a row, a head and, of its tokens, the split-th `chunk`; a thread a token, then a column of V
 // new here: the first rung. Scores of blockDim tokens at a time; sums are rescaled when a larger score appears
 // limits: none; with one split the result is final, else paged_attention_merge makes it from partial and stats

@@ -1,6 +1,8 @@
-// computes: out[row] = softmax(q K^T / sqrt(head_dim)) V for many queries of one sequence, each over the tokens up to its own
-// arrays: out, q [rows, heads * head_dim]; pages [.., kv_heads * head_dim]; sequence_pages [slots, 2, positions]: pages of
-//         keys, of values; tiles [tiles] of (first row, rows, sequence slot, visible tokens of the first row); 0 rows: nothing
+// computes: out[row] = softmax(q K^T / sqrt(head_dim)) V for many queries of a sequence, each over the tokens up to its
+//           own
+// arrays: out, q [rows, heads * head_dim]; pages [.., kv_heads * head_dim]; sequence_pages [slots, 2, positions]: pages
+//         of keys, of values; tiles [tiles] of (first row, rows, sequence slot, visible tokens of the first row); 0
+//         rows: nothing to do
 // map: a block owns a tile and a head, and goes through its rows; a thread a token, then a column of V
 // new here: the first rung, decode attention row by row; each row of a tile sees one token more than the row before
 // limits: none

@@ -1,6 +1,6 @@
-// computes: q is turned in place by its position's angles; k turned, and v as it is, are written into the row's two pages
-// arrays: qkv [rows, (heads + 2 kv_heads) * head_dim]: q, k, v; pages [.., kv_heads * head_dim]; cos, sin [.., head_dim / 2]
-//         float32 by position; positions, k_pages, v_pages [rows]; page -1: do not store
+// computes: q is turned in place by its position's angles; k, turned, and v are written into the row's two pages
+// arrays: qkv [rows, (heads + 2 kv_heads) * head_dim]: q, k, v; pages [.., kv_heads * head_dim]; cos, sin [positions,
+//         head_dim / 2] float32; positions, k_pages, v_pages [rows]; page -1: do not store
 // map: a block owns a row, a thread every blockDim-th pair (i, i + head_dim / 2) of a head
 // new here: the first rung. One launch for q, k and v: each is read once and written once
 // limits: none
@@ -19,7 +19,8 @@ extern "C" __global__ void rope_store_1_naive(Num* qkv, Num* pages, const float*
         float c = cos[static_cast<long long>(positions[row]) * half + i];
         float s = sin[static_cast<long long>(positions[row]) * half + i];
         float low = to_float(from[0]), high = to_float(from[half]);
-        Num* to = head < heads ? from : pages + k_page * static_cast<long long>(page_stride) + (head - heads) * head_dim + i;
+        Num* page = pages + k_page * static_cast<long long>(page_stride);
+        Num* to = head < heads ? from : page + (head - heads) * head_dim + i;
         if (head >= heads && k_page < 0) continue;
         to[0] = to_num(low * c - high * s);
         to[half] = to_num(high * c + low * s);

@@ -41,14 +41,14 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("head / (heads / kv_heads)", "head % kv_heads"),
         ("total *= rescale;", ""),
         ("sums[d] * rescale", "sums[d]"),
-        ("total > 0 ? sums[d] / total : 0.0f", "sums[d] / total"),
+        ("total == 0 ? 0.0f : sums[d] / total", "sums[d] / total"),
         ("if (splits > 1 && threadIdx.x == 0)", "if (splits > 1 && threadIdx.x == 1 && split == 0)"),
     ],
     "paged_attention_merge_1_naive": [
         ("if (query.x < 0) return;", ""),
         ("min(ceil_div(query.y, chunk), splits)", "splits"),
         ("total += weight *", "total +="),
-        ("total > 0 ? sum / total : 0.0f", "sum / total"),
+        ("total == 0 ? 0.0f : sum / total", "sum / total"),
         ("d < head_dim; d += blockDim.x", "d < head_dim; d += head_dim"),
     ],
     "paged_attention_prefill_1_naive": [

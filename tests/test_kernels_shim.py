@@ -201,9 +201,9 @@ def test_a_division_by_zero_is_reported(bench: Bench) -> None:
         ("long long n", np.int32(1), "a0 is no i8"),
         ("float x", np.int32(1), "a0 is no f4"),
         ("int n", np.float32(1), "a0 is no i4"),
-        ("float* x", np.int32(1), "a0 is no array of items of 4 bytes"),
-        ("float* x", np.zeros(4), "a0 is no array of items of 4 bytes"),
-        ("int4* x", np.zeros(6, np.int32), "a0 is no array of items of 16 bytes"),
+        ("float* x", np.int32(1), "a0: no array of 4-byte items"),
+        ("float* x", np.zeros(4), "a0: no array of 4-byte items"),
+        ("int4* x", np.zeros(6, np.int32), "a0: no array of 16-byte items"),
         ("int n, int m", np.int32(1), "1 arguments, the kernel takes 2"),
     ],
 )

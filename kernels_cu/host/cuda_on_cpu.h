@@ -1,6 +1,6 @@
-// CUDA on the CPU: with this header in CUDA's place g++ compiles the .cu files and runs them on copies of the arguments.
-// A thread is a fiber: it runs until it waits or ends, then the next one of its block runs, in the order asked for. So a
-// missing barrier, a wrong index or an unwritten word shows, in the same way each time. What cannot show: ../README.md.
+// CUDA on the CPU: with this header in CUDA's place g++ compiles the .cu files, and runs them on copies of their
+// arguments. A thread is a fiber: it runs until it waits or ends, then the next of its block, in the order asked for.
+// So a missing barrier, a wrong index, an unwritten word shows, the same way each time. What cannot show: ../README.md.
 #pragma once
 #include <ucontext.h>
 
@@ -105,7 +105,7 @@ static void barrier(int line) {
     fibers[current].state = AT_BARRIER, fibers[current].line = line;
     if (++waiting == threads) {
         for (int i = 0; i < threads; fibers[i++].state = READY)
-            if (fibers[i].line != line) fail("divergent barrier: here line %d, thread %d waits at %d", line, i, fibers[i].line);
+            if (fibers[i].line != line) fail("divergent barrier: thread %d is at line %d", i, fibers[i].line);
         waiting = 0, next_pass = true;
         new_order();
     }
@@ -204,7 +204,7 @@ template <class P> static P argument(int i) {
     if constexpr (std::is_pointer_v<P>) {
         using Element = std::remove_pointer_t<P>;
         bool fits = int(sizeof(Element)) == given.item || (sizeof(Element) > 4 && given.bytes % sizeof(Element) == 0);
-        if (given.kind != 'a' || (given.data && !fits)) fail("%s is no array of items of %zu bytes", given.name, sizeof(Element));
+        if (given.kind != 'a' || (given.data && !fits)) fail("%s: no array of %zu-byte items", given.name, sizeof(Element));
         if (!given.data) return value;
         Region& copy = arguments[i] = guarded(given.name, given.bytes);
         value = static_cast<P>(memcpy(copy.data, given.data, given.bytes));

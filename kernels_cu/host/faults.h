@@ -66,7 +66,8 @@ static void release(Region& region) {
 static void check_surroundings(const Region& region) {
     for (char* p = region.map + GUARD; region.map && p < region.map + region.mapped - GUARD; p++)
         if (p == region.data && region.bytes) p += region.bytes - 1;
-        else if (*p != char(0xFF)) fail("%s has %zu bytes; byte %td was written", region.name, region.bytes, p - region.data);
+        else if (*p != char(0xFF))
+            fail("%s has %zu bytes; byte %td was written", region.name, region.bytes, p - region.data);
 }
 static void on_signal(int signal, siginfo_t* info, void*) {
     if (signal == SIGFPE) fail("integer division by zero");
@@ -83,7 +84,7 @@ static void check_aligned(const void* p, int bytes) {
     if (reinterpret_cast<uintptr_t>(p) % bytes) fail("a load or store of %d bytes at a misaligned address", bytes);
 }
 
-// Turns the signals into failures for as long as it lives; it has a stack of its own, as a thread's may have overflowed.
+// Turns the signals into failures for as long as it lives. It has a stack of its own: a thread's may have overflowed.
 class FaultHandler {
     struct sigaction former[3];
     stack_t former_stack;

@@ -1,0 +1,131 @@
+"""What a launch refuses, the grids' independence of the batch's content, and the plan of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_shapes import SMALL_LORA, fixed_cases
+
+from slora_ref.errors import KernelError
+from slora_ref.ops import Segments, Spans, lora_arguments, plan
+from slora_ref.ops.kernel_source import dtype_macro
+from slora_ref.ops.launch import check_array
+from slora_ref.ops.rungs import RUNGS, ladder, make_launch, operation_of
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((3, 4), np.float64), "argument x: dtype float64, the kernel takes float32"),
+        (np.zeros((3, 5), np.float32), r"argument x: shape \(3, 5\), the kernel takes \('any', 4\)"),
+        (np.zeros(4, np.float32), r"argument x: shape \(4,\)"),
+        (np.zeros((4, 3), np.float32).T, "argument x: strides .* make it contiguous"),
+        (np.zeros((3, 8), np.float32)[:, ::2], "argument x: strides"),
+        (np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (3, 4), (8, 4)), "rows overlap"),
+    ],
+)
+def test_an_array_that_does_not_fit_is_refused_by_name(array: np.ndarray, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        check_array("x", array, np.float32, (None, 4), strided=True)
+
+
+def test_gaps_between_rows_are_accepted_where_a_stride_is_passed() -> None:
+    wide = np.zeros((3, 9), np.float32)[:, :4]
+    assert check_array("x", wide, np.float32, (3, 4), strided=True) is wide
+    with pytest.raises(KernelError, match="contiguous"):
+        check_array("x", wide, np.float32, (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda a: a.astype(np.float64)),
+        ("t", lambda a: a[..., ::2]),
+        ("t", lambda a: a.astype(np.float16)),
+        ("lora", lambda a: a.astype(np.int64)),
+        ("pages", lambda a: a.T),
+    ],
+)
+def test_a_lora_launch_names_the_argument_that_does_not_fit(name: str, change: Any) -> None:
+    case = cases.lora_case("mbgmv_shrink", "float16", 0, SMALL_LORA)
+    arrays = {key: case.arguments[key] for key in ("t", "x", "pages", "page_table", "lora")}
+    lora_arguments.mbgmv_shrink(**arrays)
+    with pytest.raises(KernelError, match=f"argument {name}: "):
+        lora_arguments.mbgmv_shrink(**arrays | {name: change(arrays[name])})
+
+
+def test_an_unknown_kernel_or_dtype_is_refused_with_the_choice() -> None:
+    with pytest.raises(KernelError, match="no kernel mbgmv_shrink_9_magic for float16; there are lora_lookup_1_naive"):
+        make_launch("mbgmv_shrink_9_magic", np.float16, {})
+    with pytest.raises(KernelError, match="no kernel of convolution"):
+        ladder("convolution")
+    with pytest.raises(KernelError, match="kernels store float32, float16, bfloat16, not float64"):
+        dtype_macro(np.float64)
+
+
+@pytest.mark.parametrize("operation", sorted({operation_of(kernel) for kernel in RUNGS}))
+def test_all_rungs_of_an_operation_are_launched_with_the_same_arguments(operation: str) -> None:
+    for dtype in ("float32", "float16"):
+        arguments = fixed_cases(operation, dtype)[0].arguments
+        for kernel in ladder(operation, dtype):
+            launch = make_launch(kernel, dtype, arguments)
+            assert min(launch.grid) > 0
+            assert 0 < launch.threads <= 1024
+            assert 0 <= launch.shared <= 96 << 10
+
+
+SEGMENTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 70)), max_size=12)
+
+
+def segments_of(pairs: list[tuple[int, int]]) -> Segments:
+    lengths = np.array([length for _, length in pairs], np.int64)
+    adapters = np.array([adapter for adapter, _ in pairs], np.int64)
+    return Segments(adapters, np.cumsum(lengths) - lengths, lengths)
+
+
+@given(pairs=SEGMENTS, padding=st.integers(0, 5))
+def test_a_plan_serves_each_row_once_and_base_rows_never(pairs: list[tuple[int, int]], padding: int) -> None:
+    owners = np.array([adapter for adapter, length in pairs for _ in range(length)] + [-1] * padding)
+    made = plan.plan_lora(segments_of(pairs), len(owners))
+    served = made.row_slots.astype(np.int64)
+    for (first, count), slot in zip(made.tiles.tolist(), made.tile_slots.tolist(), strict=True):
+        assert (count == 0) == (slot == -1)
+        assert count <= plan.tile_rows(len(owners))
+        assert (served[first : first + count] == -1).all(), "a row is served twice"
+        served[first : first + count] = slot
+    assert (served == owners).all()
+    assert made.single == (made.row_slots >= 0).any()
+    assert made.shared == (made.tile_slots >= 0).any()
+
+
+@given(one=SEGMENTS, other=SEGMENTS)
+def test_the_size_of_a_plan_depends_on_the_number_of_rows_alone(one: Any, other: Any) -> None:
+    """So a captured graph fits: its grids are computed from these sizes."""
+    rows = [sum(length for _, length in pairs) for pairs in (one, other)]
+    plans = [plan.plan_lora(segments_of(pairs), max(rows)) for pairs in (one, other)]
+    assert plans[0].tiles.shape == plans[1].tiles.shape
+    assert plans[0].row_slots.shape == plans[1].row_slots.shape
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8), seed=st.integers(0, 99)
+)
+def test_an_attention_plan_shows_each_row_its_tokens(pairs: list[tuple[int, int]], seed: int) -> None:
+    lengths = np.array([length for length, _ in pairs], np.int64)
+    contexts = lengths + np.array([cached for _, cached in pairs], np.int64)
+    slots = np.random.default_rng(seed).permutation(len(pairs))
+    spans = Spans(slots, np.cumsum(lengths) - lengths, lengths, contexts)
+    want = [(slot, c - n + i + 1) for slot, n, c in zip(slots, lengths, contexts, strict=True) for i in range(n)]
+    made = plan.plan_attention(spans, int(lengths.sum()))
+    got: list[Any] = [tuple(query) if query[0] >= 0 else None for query in made.queries.tolist()]
+    for row, count, slot, visible in made.tiles.tolist():
+        assert got[row : row + count] == [None] * count, "a row is served twice"
+        got[row : row + count] = [(slot, visible + i) for i in range(count)]
+    assert got == want
+    assert made.single == (lengths == 1).any()
+    assert made.shared == (lengths > 1).any()
