@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from test_numpy_ops import Attention, Lora, attention_cases, attention_oracle, lora_cases, lora_oracle
 from tiny import tiny_config
 
 from slora_ref.batch import Batch
 from slora_ref.checkpoint import random_weights
 from slora_ref.config import ModelConfig
+from slora_ref.errors import KernelError
 from slora_ref.model import LlamaModel
 from slora_ref.ops import NumpyOps, Ops, Segments, Spans
 from slora_ref.ops.host_ops import HostOps
+from slora_ref.ops.kernel_source import DTYPES
 from slora_ref.pager import AdapterShape, PageLayout, PagePool
 
 TOLERANCE = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.1}  # of the largest logit
@@ -52,14 +56,14 @@ def build_batch(pool: PagePool) -> Batch:
     return Batch(ids, positions, k_pages, v_pages, segments, spans, last, np.arange(4))
 
 
-def logits_of(config: ModelConfig, ops: Ops, storage: Any, arithmetic: Any) -> np.ndarray:
-    """Logits of one step; weights and pages rounded to `storage`, computed in `arithmetic`."""
+def logits_of(config: ModelConfig, ops: Ops, storage: Any, place: Callable[[np.ndarray], Any]) -> Any:
+    """Logits of one step; weights and pages are rounded to `storage`, then put where `place` says."""
     weights = random_weights(config, 5, np.float32)
     pool = build_pool(config, np.float32)
     batch = build_batch(pool)
-    pool.storage = pool.storage.astype(storage).astype(arithmetic)
-    rounded = cast(weights, lambda array: array.astype(storage).astype(arithmetic))
-    return LlamaModel(config, rounded, ops, pool, 80).forward(batch)
+    pool.storage = place(pool.storage.astype(storage))
+    model = LlamaModel(config, cast(weights, lambda array: place(array.astype(storage))), ops, pool, 80)
+    return model.forward(batch)
 
 
 def cast(value: Any, change: Any) -> Any:
@@ -73,11 +77,110 @@ def cast(value: Any, change: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
-def test_a_forward_pass_agrees_with_float64(dtype: Any, order: str) -> None:
-    config = tiny_config(attention_bias=True)
-    want = logits_of(config, NumpyOps(np.float64), dtype, np.float64)
-    got = logits_of(config, HostOps(dtype, order=order), dtype, dtype).astype(np.float64)
-    assert np.abs(got - want).max() < TOLERANCE[np.dtype(dtype).name] * np.abs(want).max()
+def in_float64(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
+
+
+CONFIG = tiny_config(attention_bias=True)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def assert_agrees_with_float64(got: np.ndarray, dtype: str) -> None:
+    want = logits_of(CONFIG, NumpyOps(np.float64), DTYPES[dtype], in_float64)
+    assert np.abs(got.astype(np.float64) - want).max() < TOLERANCE[dtype] * np.abs(want).max()
     assert np.abs(want).max() > 0.1
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@EACH_DTYPE
+def test_a_forward_pass_on_the_host_agrees_with_float64(dtype: str, order: str) -> None:
+    assert_agrees_with_float64(logits_of(CONFIG, HostOps(DTYPES[dtype], order=order), DTYPES[dtype], np.asarray), dtype)
+
+
+@given(case=lora_cases())
+@settings(max_examples=15)
+def test_lora_in_the_tables_of_a_pool(case: Lora) -> None:
+    """Through AdapterTables, with gaps, ranks that differ by layer and As before or behind Bs."""
+    for layer in range(2):
+        want, bound = lora_oracle(case, layer)
+        ops, y = HostOps(np.float32), case.y.copy()
+        t = ops.lora_shrink(case.x, case.pages[layer], case.tables, case.segments, case.group, layer)
+        ops.lora_expand(y, t, case.pages[layer], case.tables, case.segments, case.group, layer, case.d_outs)
+        assert (np.abs(y - want) <= bound).all()
+        untouched = want == case.y
+        assert (y[untouched].view(np.int32) == case.y[untouched].view(np.int32)).all(), "a base row was touched"
+
+
+@given(case=attention_cases())
+@settings(max_examples=15)
+def test_attention_in_the_tables_of_a_pool(case: Attention) -> None:
+    want, bound = attention_oracle(case)
+    got = HostOps(np.float32).attention(case.q, case.pages, case.sequence_pages, case.spans)
+    assert (np.abs(got - want) <= bound).all()
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@EACH_DTYPE
+def test_a_forward_pass_on_the_gpu_agrees_with_float64(dtype: str) -> None:
+    """With early starts (programmatic dependent launch) and without: the same bits."""
+    import cupy
+
+    from slora_ref.ops.cuda_kernels import CudaKernels
+    from slora_ref.ops.cuda_ops import CudaOps
+
+    plain, early = (
+        cupy.asnumpy(
+            logits_of(
+                CONFIG, CudaOps(DTYPES[dtype], kernels=CudaKernels(early_start=each)), DTYPES[dtype], cupy.asarray
+            )
+        )
+        for each in (False, True)
+    )
+    assert_agrees_with_float64(plain, dtype)
+    assert plain.tobytes() == early.tobytes()
+
+
+@pytest.mark.gpu
+def test_a_forward_pass_on_the_gpu_allocates_nothing_when_repeated() -> None:
+    import cupy
+
+    from slora_ref.ops.cuda_ops import CudaOps
+
+    class Count(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "count"
+        calls = 0
+
+        def malloc_preprocess(self, **kwargs: Any) -> None:
+            self.calls += 1
+
+    weights = cast(random_weights(CONFIG, 5, np.float32), lambda array: cupy.asarray(array.astype(np.float16)))
+    pool = build_pool(CONFIG, np.float32)
+    batch = build_batch(pool)
+    pool.storage = cupy.asarray(pool.storage.astype(np.float16))
+    model = LlamaModel(CONFIG, weights, CudaOps(np.float16), pool, 80)
+    first = cupy.asnumpy(model.forward(batch))
+    with Count() as count:
+        second = model.forward(batch)
+    assert count.calls == 0
+    assert cupy.asnumpy(second).tobytes() == first.tobytes()
+
+
+@pytest.mark.gpu
+def test_an_array_in_the_wrong_place_is_refused_by_name() -> None:
+    import cupy
+
+    from slora_ref.ops import row_arguments
+    from slora_ref.ops.cuda_kernels import CudaKernels
+    from slora_ref.ops.rungs import make_launch
+
+    kernels = CudaKernels()
+    x = cupy.zeros((4, 64), cupy.float16)
+    for wrong, message in (
+        (np.zeros((4, 128), np.float16), "argument gate_up: is in pageable host memory"),
+        (cupy.zeros(4 * 128 + 1, cupy.float16)[1:].reshape(4, 128), "argument gate_up: starts at .* not at a multiple"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.run(make_launch("silu_mul_1_naive", np.float16, row_arguments.silu_mul(x, wrong)))
