@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -476,3 +477,16 @@ def test_a_name_is_free_again_at_once_and_a_taken_one_is_refused(tmp_path: Path)
     run_to_end(engine)
     assert_right(engine.generate([PROMPT], KEEP, "a")[0], "y", KEEP)
     assert_all_free(engine)
+
+
+# --- the list ---
+
+
+def test_the_list_of_faults_names_tests_that_exist() -> None:
+    """tests/README.md says where each class of faults is kept out; a test that is renamed must be renamed there."""
+    folder = Path(__file__).parent
+    named = re.findall(r"\b(test_\w+\.py)::(\w+|\*)", (folder / "README.md").read_text("utf-8"))
+    assert len(named) > 60
+    for file, name in named:
+        code = (folder / file).read_text("utf-8")
+        assert name == "*" or f"def {name}(" in code, f"{file} has no {name}"
