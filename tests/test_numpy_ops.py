@@ -140,7 +140,7 @@ def lay_out(
                 ]
             table += [("gap", -1, 0, 0)] * int(half == "b")  # the As of a group are neighbours, no more is promised
         entries[slot] = table
-    slots = max(adapters, default=-1) + 3
+    slots = max(adapters, default=0) + 1 + int(rng.integers(0, 2))  # the last one, -1 to Python, may be taken
     tables = AdapterTables.empty(slots, LAYERS, max(map(len, entries.values()), default=0) + 1)
     used = sum(entry[0] != "gap" for table in entries.values() for entry in table)
     order = iter(rng.permutation(used + 7).tolist())
