@@ -1,0 +1,51 @@
+"""Fills the ladder of kernels_cu/README.md from the heads of the .cu files: `python tests/kernel_readme.py`.
+
+`measured` adds columns: by title, the text of each kernel that was measured. Nobody writes a number by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from slora_ref.ops.rungs import RUNGS, ladder, operation_of  # noqa: E402
+
+FOLDER = ROOT / "kernels_cu"
+README = FOLDER / "README.md"
+PART = re.compile(r"(<!-- begin ladder -->\n).*?(<!-- end ladder -->)", re.DOTALL)
+
+
+def new_here(kernel: str) -> str:
+    """What a kernel's head says is new in it."""
+    text = (FOLDER / f"{kernel}.cu").read_text(encoding="utf-8")
+    found = re.search(r"^// new here: (.*?)^// limits:", text, re.DOTALL | re.MULTILINE)
+    assert found, f"{kernel}.cu has no 'new here'"
+    return " ".join(line.strip() for line in found[1].replace("//", "").splitlines())
+
+
+def table(measured: Mapping[str, Mapping[str, str]]) -> str:
+    """The ladder in Markdown, an operation after the other, first rung first."""
+    titles = list(measured)
+    lines = [
+        f"| kernel | new here |{''.join(f' {title} |' for title in titles)}",
+        "| --- | --- |" + " ---: |" * len(titles),
+    ]
+    for operation in dict.fromkeys(map(operation_of, RUNGS)):
+        for kernel in ladder(operation, "float16"):
+            numbers = "".join(f" {measured[title].get(kernel, '')} |" for title in titles)
+            lines.append(f"| [{kernel}]({kernel}.cu) | {new_here(kernel)} |{numbers}")
+    return "\n".join(lines)
+
+
+def filled(text: str, measured: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """`text` with the ladder replaced."""
+    assert PART.search(text), "the README has no part for the ladder"
+    return PART.sub(lambda found: f"{found[1]}{table(measured or {})}\n{found[2]}", text)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
