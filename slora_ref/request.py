@@ -50,7 +50,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Raises RequestError that names the parameter and the values it can have."""
         finite = math.isfinite(self.temperature)
-        self._require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        self._require(self.max_tokens >= 1 and self.max_tokens % 1 == 0, "max_tokens", "a whole number, at least 1")
         self._require(finite and self.temperature >= 0, "temperature", "a finite number, 0 (greedy) or above")
         self._require(self.top_k >= 0, "top_k", "0 (all) or above")
         self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +211,11 @@ def test_logits_and_log_probabilities_are_kept_only_when_asked_for() -> None:
     assert done.logits == done.logprobs == ()
 
 
+def test_kept_logits_do_not_keep_those_of_others_in_memory() -> None:
+    done = new_engine().generate([[1, 2, 3]] * 4, [KEEP] * 2 + [SamplingParams(max_tokens=12)] * 2)[0]
+    assert all(row.base is None for row in done.logits)
+
+
 def test_ids_that_no_token_has_are_never_sampled_and_unknown_to_the_tokenizer_are_no_text(tmp_path: Path) -> None:
     """A head of 128 rows that win every argmax; and ids 95 and 96, which the tokenizer does not know."""
     tensors = model_tensors(CONFIG, seed=0)
@@ -345,6 +351,7 @@ def test_whole_prompts_must_fit_a_step_even_after_a_preemption() -> None:
     ("values", "name"),
     [
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),  # would never be reached exactly
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
@@ -392,6 +399,21 @@ def test_one_for_all_or_one_for_each() -> None:
     with pytest.raises(RequestError, match="1 params for 2 prompts"):
         engine.generate([[1], [2]], [KEEP])
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("prompts", ["one text", [1, 2, 3], [[1.5, 2.0]], [None], [[1, None]]])
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+    """A text is a sequence of texts, one character each, and 1.5 would be cut to 1: neither was meant."""
+    engine = new_engine()
+    with pytest.raises(RequestError, match=r"prompts is one text|a prompt is a text or a sequence of token ids"):
+        engine.generate(prompts, KEEP)
+    assert not engine.has_work
+
+
+def test_ids_may_be_an_array() -> None:
+    engine = new_engine()
+    for done in engine.generate([np.array([3, 4]), (3, 4)], KEEP):
+        assert_right(done, None, KEEP)
 
 
 def test_a_model_without_a_tokenizer_serves_ids(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from slora_ref.engine.inputs import Prompt, make_request, one_for_each, seed_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.loop import EngineLoop
 from slora_ref.engine.outputs import Completion, RequestOutput
+from slora_ref.errors import RequestError
 from slora_ref.policy import Policy
 from slora_ref.request import BASE_MODEL, FinishReason, SamplingParams, Sequence
 from slora_ref.text import TextStream
@@ -105,6 +106,8 @@ class Engine(EngineLoop):
         Raises:
             UnknownAdapter, RequestError: one of them is refused; then none is served. Whatever is raised, none goes on.
         """
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one text; give a list of prompts")
         count = len(prompts)
         hows, names = one_for_each(params, count, "params"), one_for_each(adapters, count, "adapters")
         ids: list[int] = []

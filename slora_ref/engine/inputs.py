@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,14 @@ def make_request(
     """Encodes and checks one prompt.
 
     Raises:
-        RequestError: no tokenizer for a text, an empty prompt, a token outside the vocabulary, or too long; with the
-        numbers.
+        RequestError: no tokenizer for a text, an empty prompt, a token that is no integer or outside the vocabulary, or
+        too long; with the numbers.
     """
-    ids = tuple(_encode(prompt, tokenizer))
+    encoded = _encode(prompt, tokenizer)
+    try:
+        ids = tuple(map(index, encoded))
+    except TypeError:
+        raise RequestError(f"a prompt is a text or a sequence of token ids, not {prompt!r:.80}") from None
     if not ids:
         raise RequestError("the prompt has no tokens; give at least one")
     if not all(0 <= token < config.vocab_size for token in ids):

@@ -27,9 +27,12 @@ class Live:
     text: list[str] = field(default_factory=list)
 
     def keep_logits(self, work: Work, logits: Float[Array, "logits vocab"]) -> None:
-        """Stores the logits of the positions that are new; after a preemption some are computed again."""
+        """Stores the logits of the positions that are new; after a preemption some are computed again.
+
+        As copies: a view would keep the logits of all requests of the step in memory.
+        """
         if self.sequence.request.params.keep_logits:
-            self.sequence.logits += list(logits[len(self.sequence.logits) - work.start :])
+            self.sequence.logits += [row.copy() for row in logits[len(self.sequence.logits) - work.start :]]
 
     def take(self, token: int, logits: Float[Array, " vocab"], end_tokens: tuple[int, ...]) -> FinishReason | None:
         """Appends a generated token and its text.
