@@ -86,27 +86,22 @@ def test_every_answer_is_the_dense_models_in_every_mode(mode: str) -> None:
 
 
 def test_preempted_is_undisturbed() -> None:
-    """Too many admitted for the pool: the newest are computed again, greedy and sampled tokens are the same."""
-    roomy = new_engine(ALL)
-    cramped = new_engine(ALL, pool_pages=150, admission="expected")
-    sampled = replace(KEEP, temperature=1.0, seed=9, max_tokens=20)
-    for params in (SamplingParams(max_tokens=2), replace(KEEP, max_tokens=20), sampled):  # the first sets a low mean
-        want = roomy.generate([[5, 6, 7]] * 8, params, [None, "y", "o", "qv"] * 2)
-        got = cramped.generate([[5, 6, 7]] * 8, params, [None, "y", "o", "qv"] * 2)
-        assert [one.token_ids for one in got] == [one.token_ids for one in want]
-    for completion in got:
-        assert_right(completion, completion.adapter, sampled)
-    assert cramped.scheduler.preemptions > 0
-    assert max(one.preemptions for one in got) > 0
-    assert_all_free(cramped)
+    """Too many admitted for the pool: the newest are computed again, and say what they would have said anyway."""
+    engine = new_engine(ALL, pool_pages=150, admission="expected")
+    engine.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=2))  # a low mean: the next are expected to be short
+    for params in (replace(KEEP, max_tokens=20), replace(KEEP, max_tokens=20, temperature=1.0, seed=9)):
+        done = engine.generate([[5, 6, 7]] * 8, params, [None, "y", "o", "qv"] * 2)
+        for completion in done:
+            assert_right(completion, completion.adapter, params)
+        assert max(completion.preemptions for completion in done) > 0
+    assert_all_free(engine)
 
 
 def test_sampled_tokens_depend_on_the_requests_seed_alone() -> None:
     engine, params = new_engine(ALL), SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.95, seed=3)
-    alone = engine.generate([PROMPTS[0]], params, "qv")[0]
+    assert_right(engine.generate([PROMPTS[0]], params, "qv")[0], "qv", params)
     crowd = [replace(params, seed=seed) for seed in (1, 2, 3, 4)]
     together = engine.generate([PROMPTS[0]] * 4, crowd, "qv")
-    assert together[2].token_ids == alone.token_ids
     assert len({one.token_ids for one in together}) == 4
     for completion, how in zip(together, crowd, strict=True):
         assert_right(completion, "qv", how)
