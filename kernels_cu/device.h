@@ -12,7 +12,7 @@
 #else
 #include "host/cuda_on_cpu.h"
 #define ON_DEVICE 0
-#define NEGATIVE_INFINITY (-HUGE_VALF)
+#define NEGATIVE_INFINITY (-__builtin_huge_valf())
 #endif
 #define HELPER __device__ __forceinline__
 

@@ -186,6 +186,12 @@ def test_an_overflow_of_a_stack_is_reported(bench: Bench) -> None:
         bench("int* out", body, ints(1))
 
 
+def test_more_threads_than_a_block_has_are_reported(bench: Bench) -> None:
+    bench("int* out", "__syncthreads(); if (threadIdx.x == 1023) out[0] = 1;", ints(1), threads=1024)
+    with pytest.raises(KernelError, match="1025 threads in a block, the limit is 1024"):
+        bench("int* out", "", ints(1), threads=1025)
+
+
 def test_a_division_by_zero_is_reported(bench: Bench) -> None:
     with pytest.raises(KernelError, match="division by zero"):
         bench("int* out, int zero", "out[0] = 7 / zero;", ints(1), np.int32(0))

@@ -4,7 +4,6 @@
 #pragma once
 #include <ucontext.h>
 
-#include <cmath>
 #include <tuple>
 #include <type_traits>
 
@@ -33,20 +32,18 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+// <cmath> would take a third of the time that a kernel takes to compile.
+extern "C" float expf(float), exp2f(float), logf(float), log2f(float), sqrtf(float), fabsf(float), floorf(float);
+extern "C" float fmaxf(float, float), fminf(float, float), fmaf(float, float, float), ldexpf(float, int);
+extern "C" int ilogbf(float);
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 
 namespace shim {
-static char* shared_array(const char* name, size_t bytes) {
-    Region* array = shared_arrays;
-    while (array->map) array++;
-    if (array == dynamic_shared) fail("more than 32 shared arrays");
-    return (*array = guarded(name, bytes)).data;
-}
-
 constexpr size_t MOST_THREADS = 1024, STACK = 128 << 10, SHARED_LIMIT = 96 << 10;
 static char* stacks;
+
 // --- fibers: made once, each runs one thread of every block; gdb steps through them, for no libc call switches ---
 struct Context { void* at[5]; };
 [[gnu::noipa]] static void jump(Context& to) { __builtin_longjmp(to.at, 1); }
@@ -204,7 +201,8 @@ template <class P> static P argument(int i) {
     if constexpr (std::is_pointer_v<P>) {
         using Element = std::remove_pointer_t<P>;
         bool fits = int(sizeof(Element)) == given.item || (sizeof(Element) > 4 && given.bytes % sizeof(Element) == 0);
-        if (given.kind != 'a' || (given.data && !fits)) fail("%s: no array of %zu-byte items", given.name, sizeof(Element));
+        if (given.kind != 'a' || (given.data && !fits))
+            fail("%s: no array of %zu-byte items", given.name, sizeof(Element));
         if (!given.data) return value;
         Region& copy = arguments[i] = guarded(given.name, given.bytes);
         value = static_cast<P>(memcpy(copy.data, given.data, given.bytes));
@@ -240,7 +238,7 @@ template <class... P> static int launch(void (*kernel)(P...), Request* asked) {
         run_grid();
         for (int i = 0; i < asked->count; i++) check_surroundings(arguments[i]);
     }
-    for (int i = 0; failed && i < threads; i++) fibers[i].made = false;  // abandoned where they stood
+    for (int i = 0; failed && i < int(MOST_THREADS); i++) fibers[i].made = false;  // abandoned where they stood
     for (int i = 0; i < 64; release(arguments[i++]))
         if (!failed && arguments[i].map && !arguments[i].constant)
             memcpy(asked->arguments[i].data, arguments[i].data, arguments[i].bytes);

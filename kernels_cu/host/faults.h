@@ -69,6 +69,12 @@ static void check_surroundings(const Region& region) {
         else if (*p != char(0xFF))
             fail("%s has %zu bytes; byte %td was written", region.name, region.bytes, p - region.data);
 }
+static char* shared_array(const char* name, size_t bytes) {
+    Region* array = shared_arrays;
+    while (array->map) array++;
+    if (array == dynamic_shared) fail("more than 32 shared arrays");
+    return (*array = guarded(name, bytes)).data;
+}
 static void on_signal(int signal, siginfo_t* info, void*) {
     if (signal == SIGFPE) fail("integer division by zero");
     char* at = static_cast<char*>(info->si_addr);

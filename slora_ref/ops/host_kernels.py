@@ -71,7 +71,7 @@ class HostKernels:
     def __init__(self, folder: Path | None = None, cache: Path | None = None, debug: bool = False) -> None:
         self.folder = folder or kernels_folder()
         self.cache = cache or Path.home() / ".cache" / "slora_ref" / "kernels"
-        self._flags = [*FLAGS, "-O0" if debug else "-O2", *(["-g3"] if debug else []), f"-I{kernels_folder()}"]
+        self._flags = [*FLAGS, "-O0" if debug else "-O1", *(["-g3"] if debug else []), f"-I{kernels_folder()}"]
         self._loaded: dict[tuple[str, str], Any] = {}
 
     def library(self, kernel: str, dtype: Any) -> Path:
