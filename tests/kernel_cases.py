@@ -382,7 +382,8 @@ def rope_case(dtype: str, seed: int, rows: int, heads: int, kv_heads: int, head_
 def rms_norm_case(dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0) -> Case:
     """A case of rms_norm, with or without the residual's addition."""
     rng = np.random.default_rng(seed)
-    x, delta = store(normal(rng, rows, hidden), dtype, gap), store(normal(rng, rows, hidden), dtype, gap + 1)
+    x = store(normal(rng, rows, hidden), dtype, gap)
+    delta = store(normal(rng, rows, hidden), dtype, gap + 8 if gap % 2 else gap + 1)  # another stride, aligned or not
     weight, out = store(1 + normal(rng, hidden, sd=0.1), dtype), store(np.full((rows, hidden), np.nan), dtype, gap)
     total = x.astype(np.float64)
     if add:
@@ -393,13 +394,13 @@ def rms_norm_case(dtype: str, seed: int, rows: int, hidden: int, add: bool, gap:
     return Case("rms_norm", dtype, arguments, {"out": want, "x": total}, untouched=untouched)
 
 
-def silu_case(dtype: str, seed: int, rows: int, ffn: int, gap: int = 0) -> Case:
+def silu_case(dtype: str, seed: int, rows: int, ffn: int, gap: int = 0, out_gap: int = 0) -> Case:
     """A case of silu_mul, with gates of up to some thousands."""
     rng = np.random.default_rng(seed)
     values = normal(rng, rows, 2 * ffn)
     values[:, : ffn // 3] *= 1000
     values[:, ffn:] = np.clip(values[:, ffn:], -2, 2)
-    gate_up, out = store(values, dtype, gap), store(np.full((rows, ffn), np.nan), dtype, gap)
+    gate_up, out = store(values, dtype, gap), store(np.full((rows, ffn), np.nan), dtype, out_gap)
     gate, up = gate_up[:, :ffn].astype(np.float64), gate_up[:, ffn:].astype(np.float64)
     small = np.exp(-np.abs(gate))
     want = gate * np.where(gate >= 0, 1 / (1 + small), small / (1 + small)) * up
@@ -412,6 +413,7 @@ def argmax_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0) -> C
     values = np.round(normal(rng, rows, vocab) * 4)
     for row, places in zip(range(rows), ([], [0], [5, 128], [], [7, 135, 263]), strict=False):
         values[row, [place for place in places if place < vocab]] = 99
+    values[5:6] = -1 - np.abs(values[5:6])
     for row in range(0, rows, 3):
         values[row, rng.integers(0, vocab)] = rng.choice([np.nan, np.inf, -np.inf])
     logits = store(values, dtype, gap)
@@ -421,12 +423,12 @@ def argmax_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0) -> C
     return Case("argmax", dtype, row_arguments.argmax(*arrays), {"token": token, "finite": finite.astype(np.float64)})
 
 
-def load_case(dtype: str, seed: int, layers: int, count: int, width: int) -> Case:
+def load_case(dtype: str, seed: int, layers: int, count: int, width: int, image_gap: int = 0) -> Case:
     """A case of load_pages."""
     rng = np.random.default_rng(seed)
     gap = page_gap(width, dtype)
     storage = store(np.full((layers, count + 4, width), np.nan), dtype, gap)
-    image = store(normal(rng, layers, count, width), dtype, gap)
+    image = store(normal(rng, layers, count, width), dtype, gap + image_gap)
     page_ids = rng.permutation(count + 4)[:count].astype(np.int32)
     want = np.full(storage.shape, np.nan)
     want[:, page_ids] = image

@@ -84,7 +84,9 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         "rms_norm": lambda: built(
             cases.rms_norm_case, dtype, rows=row_counts, hidden=st.integers(1, 576), add=st.booleans(), gap=GAPS
         ),
-        "silu_mul": lambda: built(cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS),
+        "silu_mul": lambda: built(
+            cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS, out_gap=GAPS
+        ),
         "argmax": lambda: built(cases.argmax_case, dtype, rows=row_counts, vocab=st.integers(1, 999), gap=GAPS),
         "load_pages": lambda: built(cases.load_case, dtype, layers=small, count=small, width=st.integers(1, 300)),
     }
@@ -127,9 +129,24 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.rms_norm_case(dtype, 1, 3, 300, True, 5),
             cases.rms_norm_case(dtype, 2, 2, 576, True),
             cases.rms_norm_case(dtype, 3, 2, 77, False),
+            cases.rms_norm_case(dtype, 4, 2, 77, True, 3),
         ],
-        "silu_mul": lambda: [cases.silu_case(dtype, 1, 3, 150, 5), cases.silu_case(dtype, 2, 2, 256)],
-        "argmax": lambda: [cases.argmax_case(dtype, 1, 7, 300, 5), cases.argmax_case(dtype, 2, 4, 1024)],
-        "load_pages": lambda: [cases.load_case(dtype, 1, 3, 5, 101), cases.load_case(dtype, 2, 2, 7, 256)],
+        "silu_mul": lambda: [
+            cases.silu_case(dtype, 1, 3, 150, 5),
+            cases.silu_case(dtype, 2, 2, 256, 8, 16),
+            cases.silu_case(dtype, 3, 2, 256, 0, 1),
+            cases.silu_case(dtype, 4, 1, 2000),
+        ],
+        "argmax": lambda: [
+            cases.argmax_case(dtype, 1, 7, 300, 5),
+            cases.argmax_case(dtype, 2, 4, 1024),
+            cases.argmax_case(dtype, 3, 8, 1021, 3),
+        ],
+        "load_pages": lambda: [
+            cases.load_case(dtype, 1, 3, 5, 101),
+            cases.load_case(dtype, 2, 2, 7, 256),
+            cases.load_case(dtype, 3, 2, 3, 64, 1),
+            cases.load_case(dtype, 4, 9, 40, 360),
+        ],
     }
     return table[operation]()

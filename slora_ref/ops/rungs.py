@@ -67,9 +67,13 @@ RUNGS: Mapping[str, Rung] = {
     "paged_attention_prefill_1_naive": Rung(128, lambda s: (s.heads, s.tile_count, 1), _attention_words),
     "rope_store_1_naive": Rung(128, lambda s: (s.rows, 1, 1)),
     "rms_norm_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 4 * 128),
+    "rms_norm_2_vector": Rung(256, lambda s: (s.rows, 1, 1)),
     "silu_mul_1_naive": Rung(128, lambda s: (_blocks(s.ffn, 128), s.rows, 1)),
+    "silu_mul_2_vector": Rung(128, lambda s: (_blocks(s.ffn, 128 * 8), s.rows, 1)),
     "argmax_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 12 * 128),
+    "argmax_2_vector": Rung(512, lambda s: (s.rows, 1, 1)),
     "load_pages_1_naive": Rung(256, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 256)), 1, 1)),
+    "load_pages_2_vector": Rung(512, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 512 * 8)), 1, 1)),
 }
 
 
