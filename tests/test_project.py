@@ -29,8 +29,8 @@ PACKAGE = ROOT / "slora_ref"
 
 # A module imports only from those before it. `__init__` re-exports the public names, so it comes after the engine.
 ORDER = """
-    errors shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch step
-    batch rope reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate
+    errors options shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch
+    step batch rope reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate
     baselines paper toy bench demo cli __main__
 """.split()
 
@@ -38,7 +38,7 @@ ORDER = """
 CUPY = frozenset("cupy cupyx cupy_backends".split())
 ORACLE = frozenset("torch transformers peft".split())
 OPTIONAL = CUPY | ORACLE | frozenset("matplotlib jinja2 mpi4py jaxtyping beartype hypothesis pytest".split())
-MAY_NEED_CUPY = ("slora_ref.ops.cuda", "slora_ref.tp.")
+MAY_NEED_CUPY = ("slora_ref.ops.cuda", "slora_ref.tp.", "slora_ref.bench.kernels.")
 MAY_NEED_ORACLE = ("slora_ref.toy.",)
 
 
@@ -270,6 +270,7 @@ def test_the_shape_checks_reach_the_modules() -> None:
     with pytest.raises(TypeCheckError):
         NumpyOps().linear(np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32))
     checked = [module for module in MODULES if "slora_ref.shapes" in {target for target, _ in imports(module)}]
+    checked = [module for module in checked if not outside(module) & CUPY]  # those are imported where there is CuPy
     assert len(checked) > 5
     for module in checked:
         functions = inspect.getmembers(importlib.import_module(module), inspect.isfunction)
