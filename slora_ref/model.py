@@ -1,4 +1,4 @@
-"""LlamaModel: the forward pass over one batch, y = xW + s (xA) B at every target (paper section 4, equation 2).
+"""LlamaModel: the forward pass over one batch, y = xW + s (xA) B at every target (paper section 4.1).
 
 The base product and the adapter's are computed side by side, never merged, so rows of many adapters share one batch.
 Keys, values, A and B are read from the pool's pages. It knows batches and pages, but no requests and no sampling.

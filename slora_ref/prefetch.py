@@ -1,5 +1,5 @@
 """Prefetcher: which adapters are resident in the pool, loading the missing ones and evicting idle ones (paper section
-5.3).
+5.2).
 
 How the bytes travel is the Loader's business and is injected: at once, on a thread, on a side stream, in simulated
 time. The prefetcher knows pages and pins, but no requests.
@@ -49,6 +49,8 @@ class ImmediateLoader:
             self._pool.write_adapter(adapter_id, self._store.image(adapter_id))
         except LoadFailed as failure:
             self._completed.append((adapter_id, failure))
+        except Exception as error:  # noqa: BLE001  whatever one adapter's data breaks is the end of its requests alone
+            self._completed.append((adapter_id, LoadFailed(f"adapter {adapter_id} could not be loaded: {error!r}")))
         else:
             self._completed.append((adapter_id, None))
 
@@ -135,7 +137,12 @@ class Prefetcher:
         self.pool.open_adapter(adapter_id, version.shape)
         self._pages[adapter_id] = version.pages
         self._loading.add(adapter_id)
-        self.loader.start(adapter_id)
+        try:
+            self.loader.start(adapter_id)
+        except BaseException:  # an interrupt: the load will never end
+            self._loading.remove(adapter_id)
+            self._close(adapter_id)
+            raise
         return True
 
     def poll(self) -> list[tuple[int, LoadFailed]]:
@@ -177,6 +184,7 @@ class Prefetcher:
             self._set_idle(adapter_id)
             if self.eviction == "eager":
                 self._evict(adapter_id)
+                self.counts.evictions += 1
 
     def _set_idle(self, adapter_id: int) -> None:
         self._idle[adapter_id] = None
@@ -196,6 +204,7 @@ class Prefetcher:
             return False
         while self.pool.free_pages < pages:
             self._evict(next(candidate for candidate in self._idle if candidate not in keep))
+            self.counts.evictions += 1
         return True
 
     def _could_free(self, pages: int, keep: Collection[int]) -> bool:
@@ -210,13 +219,13 @@ class Prefetcher:
         victim = next((candidate for candidate in self._idle if candidate not in keep), None)
         if victim is not None:
             self._evict(victim)
+            self.counts.evictions += 1
         return victim is not None
 
     def _evict(self, adapter_id: int) -> None:
         del self._idle[adapter_id]
         self._idle_pages -= self.pages_of(adapter_id)
         self._close(adapter_id)
-        self.counts.evictions += 1
 
     def _close(self, adapter_id: int) -> None:
         self.pool.close_adapter(adapter_id)

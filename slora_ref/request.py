@@ -7,11 +7,13 @@ pages, and how it ended. Neither knows pages, arrays or text.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from slora_ref.errors import RequestError
+from slora_ref.options import MOST, check_real, check_switch, check_whole, is_finite
 
 BASE_MODEL = -1
 """The adapter id of a request that uses no adapter: its rows are untouched by LoRA."""
@@ -48,21 +50,28 @@ class SamplingParams:
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
-        """Raises RequestError that names the parameter and the values it can have."""
-        finite = math.isfinite(self.temperature)
-        self._require(self.max_tokens >= 1 and self.max_tokens % 1 == 0, "max_tokens", "a whole number, at least 1")
-        self._require(finite and self.temperature >= 0, "temperature", "a finite number, 0 (greedy) or above")
-        self._require(self.top_k >= 0, "top_k", "0 (all) or above")
-        self._require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        self._require(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
-        self._require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "from 0 to 2^64 - 1")
-        self._require(not isinstance(self.stop, str), "stop", "a tuple of strings, not one string")
-        self._require(all(self.stop), "stop", "strings that are not empty")
-        self._require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or above, or None")
+        """Raises RequestError that names the parameter, its value and the rule."""
+        check_whole(RequestError, "max_tokens", self.max_tokens, 1)
+        check_whole(RequestError, "top_k", self.top_k, 0)
+        for name, most in (("seed", (1 << 64) - 1), ("logprobs", MOST)):
+            if getattr(self, name) is not None:
+                check_whole(RequestError, name, getattr(self, name), 0, most)
+        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            holds = is_finite(value) and low <= value <= high and (name != "top_p" or value > 0)
+            rule = {"temperature": "a finite number, 0 (greedy) or above", "top_p": "above 0 and at most 1"}
+            check_real(RequestError, name, value, holds, rule.get(name, "from 0 to 1"))
+        for name in ("ignore_eos", "keep_logits"):
+            check_switch(RequestError, name, getattr(self, name))
+        self._check_items("stop", "strings that are not empty", lambda item: isinstance(item, str) and item != "")
+        self._check_items("stop_token_ids", "token ids", lambda item: isinstance(item, int) and item >= 0)
 
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise RequestError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+    def _check_items(self, name: str, rule: str, holds: Callable[[Any], bool]) -> None:
+        """A list will do too; it becomes the tuple that this class promises."""
+        items = getattr(self, name)
+        if not isinstance(items, list | tuple) or not all(map(holds, items)):
+            raise RequestError(f"{name} is {items!r:.60}; it must be a tuple of {rule}")
+        object.__setattr__(self, name, tuple(items))
 
 
 @dataclass(frozen=True, kw_only=True)

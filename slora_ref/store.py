@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from slora_ref.adapter import Adapter, AdapterHeader, load_adapter, read_header
-from slora_ref.adapter.header import WEIGHTS
 from slora_ref.config import TARGETS, ModelConfig
 from slora_ref.errors import AdapterError, LoadFailed, SloraError, UnknownAdapter
 from slora_ref.pager import AdapterShape, PageLayout
@@ -29,14 +28,12 @@ class AdapterVersion:
     """One registration of a name. A name registered again gets another id, so nothing stale can answer for it.
 
     Args:
-        source: tells the file apart from any that was there before, also where a tool has restored its time.
         users: requests that have not ended.
     """
 
     adapter_id: int
     name: str
     header: AdapterHeader
-    source: tuple[object, ...]
     shape: AdapterShape
     pages: int
     users: int = 0
@@ -79,15 +76,17 @@ class AdapterStore:
             AdapterError, UnsupportedAdapter: the name is taken or malformed, or the folder is refused; nothing changed.
         """
         self._check_name(name)
-        header = read_header(Path(path), self.config)
+        header = read_header(_folder(path), self.config)
         shape = AdapterShape(header.ranks, header.scales)
         pages = self.layout.adapter_pages(shape.page_ranks)
-        version = AdapterVersion(self._next_id, name, header, _source(header), shape, pages)
+        version = AdapterVersion(self._next_id, name, header, shape, pages)
         self._by_name[name] = self._versions[self._next_id] = version
         self._next_id += 1
         return version
 
     def _check_name(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise AdapterError(f"an adapter's name is a text, not {name!r:.60}")
         if name in self._by_name:
             raise AdapterError(f"adapter {name!r} is already registered; remove it first")
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
@@ -140,15 +139,16 @@ class AdapterStore:
             LoadFailed: the folder vanished, changed or is damaged; the message says which.
         """
         version = self._versions[adapter_id]
-        if version.source not in self._images:
+        source = version.header.path, version.header.fingerprint
+        if source not in self._images:
             try:
                 adapter = load_adapter(version.header, self.config, self.dtype)
-                self._images[version.source] = pack(adapter, self.layout, self.dtype)
+                self._images[source] = pack(adapter, self.layout, self.dtype)
             except (SloraError, OSError, MemoryError) as error:
                 raise LoadFailed(f"adapter {version.name!r} could not be loaded: {error}") from error
             self._shrink_to_budget()
-        self._images.move_to_end(version.source)
-        return self._images[version.source]
+        self._images.move_to_end(source)
+        return self._images[source]
 
     def _shrink_to_budget(self) -> None:
         """Drops the least recently used images, but never the newest: it is about to be copied."""
@@ -167,17 +167,12 @@ class AdapterStore:
             assert not version.removed or version.users > 0, f"removed and unused, yet kept: {version.name!r}"
 
 
-def _source(header: AdapterHeader) -> tuple[object, ...]:
-    """What no copy of another file can share: besides time and size, the inode and the time of its last change.
-
-    Raises:
-        AdapterError: the file has vanished since its header was read.
-    """
+def _folder(path: str | Path) -> Path:
+    """The folder itself: a link that is turned elsewhere later, or another working directory, change nothing."""
     try:
-        status = (header.path / WEIGHTS).stat()
-    except OSError as error:
-        raise AdapterError(f"{header.path}: {WEIGHTS} has vanished: {error.strerror}") from error
-    return header.path, header.fingerprint, status.st_ino, status.st_ctime_ns
+        return Path(path).resolve()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise AdapterError(f"{path!r:.80} is no path of an adapter folder: {error}") from None
 
 
 def pack(adapter: Adapter, layout: PageLayout, dtype: Any) -> Float[Array, "layers pages width"]:

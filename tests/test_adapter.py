@@ -25,6 +25,7 @@ from tiny import TARGETS, adapter_tensors, module_name, tiny_config, write_adapt
 from slora_ref.adapter import AdapterHeader, AdapterWarning, load_adapter, read_header
 from slora_ref.adapter.options import IDLE, READ, REFUSED
 from slora_ref.adapter.patterns import Names
+from slora_ref.checkpoint.tensors import fingerprint
 from slora_ref.errors import AdapterError, SloraError, UnsupportedAdapter
 
 T0 = tiny_config()
@@ -531,7 +532,7 @@ def test_loading_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
     before = hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()
     load_adapter(header, T0)
     assert hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest() == before
-    assert header.fingerprint == ((tmp_path / WEIGHTS).stat().st_mtime_ns, (tmp_path / WEIGHTS).stat().st_size)
+    assert header.fingerprint == fingerprint((tmp_path / WEIGHTS).stat())
 
 
 # --- cost ---

@@ -273,6 +273,17 @@ def test_an_adapter_that_comes_back_is_served_again(tmp_path: Path) -> None:
     assert_right(engine.generate([PROMPT], KEEP, "frail")[0], "qv", KEEP)
 
 
+def test_a_folder_written_anew_and_registered_again_has_its_new_weights(tmp_path: Path) -> None:
+    """Neither the pages nor the copy in host memory of what was there before may answer."""
+    engine, folder = new_engine(), copy_of("qv", tmp_path / "changing")
+    for weights in ("qv", "o", "qv"):
+        shutil.copytree(adapter_folder(weights), folder, dirs_exist_ok=True)
+        engine.add_adapter("changing", folder)
+        assert_right(engine.generate([PROMPT], KEEP, "changing")[0], weights, KEEP)
+        engine.remove_adapter("changing")
+    assert_all_free(engine)
+
+
 def test_a_load_that_fails_late_fails_those_who_wait_for_it_and_delays_nobody_else() -> None:
     engine = new_engine(ALL)
     loader = delay_loads(engine)

@@ -85,6 +85,34 @@ def test_a_load_that_fails_gives_its_pages_back_and_can_be_tried_again() -> None
     load(prefetcher, 0)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug in a loader")])
+def test_a_load_that_is_interrupted_as_it_starts_holds_nothing(error: BaseException) -> None:
+    """Its pages would be held for ever, and its requests wait for ever."""
+    prefetcher = prefetcher_of([3], pages=10)
+
+    class Interrupted(DelayedLoader):
+        def start(self, adapter_id: int) -> None:
+            raise error
+
+    prefetcher.loader = Interrupted(prefetcher.pool, prefetcher.store)
+    with pytest.raises(type(error)):
+        prefetcher.fetch(0)
+    prefetcher.check()
+    assert prefetcher.loading == 0 and prefetcher.pool.usage().free == 10
+    prefetcher.loader = DelayedLoader(prefetcher.pool, prefetcher.store)
+    load(prefetcher, 0)
+
+
+def test_an_adapter_that_breaks_the_immediate_loader_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetcher = prefetcher_of([3], pages=10)
+    prefetcher.loader = ImmediateLoader(prefetcher.pool, prefetcher.store)
+    monkeypatch.setattr(prefetcher.store, "image", lambda adapter_id: 1 / 0)
+    assert prefetcher.fetch(0)
+    [(adapter_id, failure)] = prefetcher.poll()
+    assert adapter_id == 0 and isinstance(failure, LoadFailed) and "ZeroDivisionError" in str(failure)
+    assert prefetcher.pool.usage().free == 10
+
+
 def test_a_drop_in_the_middle_of_a_load_waits_for_its_end() -> None:
     """Class of fault: pages are freed, and handed to another, while a load still writes into them."""
     prefetcher = prefetcher_of([3], pages=10, polls=2)

@@ -244,11 +244,39 @@ def test_a_reloaded_name_never_answers_with_old_weights(tmp_path: Path, same_tim
     if same_time:
         os.utime(folder / WEIGHTS, ns=(status.st_atime_ns, status.st_mtime_ns))
     second = store.add("x", folder)
-    assert (second.header.fingerprint == first.header.fingerprint) == same_time
+    assert second.header.fingerprint != first.header.fingerprint
     after = store.image(second.adapter_id)
     assert not np.array_equal(before, after)
     alone = store_of()
     assert np.array_equal(after, alone.image(alone.add("x", folder).adapter_id))
+
+
+def test_another_file_with_the_same_time_and_size_does_not_answer_for_the_one_registered(tmp_path: Path) -> None:
+    """Not at the next registration but at the load: archives restore times, so time and size alone say nothing."""
+    store = store_of()
+    folder = write_adapter_folder(tmp_path / "x", T0, 2, seed=1)
+    version, status = store.add("x", folder), (folder / WEIGHTS).stat()
+    other = write_adapter_folder(tmp_path / "other", T0, 2, seed=2)
+    (folder / WEIGHTS).write_bytes((other / WEIGHTS).read_bytes())
+    os.utime(folder / WEIGHTS, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(LoadFailed, match="changed since it was registered"):
+        store.image(version.adapter_id)
+
+
+def test_a_link_that_is_turned_elsewhere_leaves_what_is_registered_alone(tmp_path: Path) -> None:
+    store, link = store_of(), tmp_path / "latest"
+    first, second = (write_adapter_folder(tmp_path / f"v{seed}", T0, 2, seed=seed) for seed in (1, 2))
+    link.symlink_to(first)
+    version = store.add("x", link)
+    link.unlink()
+    link.symlink_to(second)
+    expected = store_of()
+    assert np.array_equal(store.image(version.adapter_id), expected.image(expected.add("x", first).adapter_id))
+
+
+def test_a_path_that_can_be_none_is_refused() -> None:
+    with pytest.raises(AdapterError, match="no path"):
+        store_of().add("x", "a\0b")
 
 
 # --- host memory ---

@@ -54,7 +54,7 @@ class AdapterHeader:
         matched: modules that the file changes; never 0.
         total: modules that target_modules names (those not in the file are changed by exactly 0).
         dtype: float32, float16, bfloat16, or mixed.
-        fingerprint: mtime in ns and size of the weights file when the header was read.
+        fingerprint: of the weights file when the header was read; see checkpoint/tensors.py.
         warnings: what in the config has no effect.
     """
 
@@ -64,7 +64,7 @@ class AdapterHeader:
     matched: int
     total: int
     dtype: str
-    fingerprint: tuple[int, int]
+    fingerprint: tuple[int, ...]
     warnings: tuple[str, ...] = ()
 
 

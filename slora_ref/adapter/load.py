@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from slora_ref.adapter.header import WEIGHTS, AdapterHeader, Module, inspect_folder
 from slora_ref.adapter.rules import module_name
-from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor, float_dtype, read_tensor
+from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor, fingerprint, float_dtype, read_tensor
 from slora_ref.config import ModelConfig
 from slora_ref.config.fields import show
 from slora_ref.errors import AdapterError
@@ -47,8 +47,7 @@ def load_adapter(header: AdapterHeader, config: ModelConfig, dtype: npt.DTypeLik
     b: dict[Module, Array] = {}
     try:
         with (header.path / WEIGHTS).open("rb") as file:
-            status = os.fstat(file.fileno())
-            if (status.st_mtime_ns, status.st_size) != header.fingerprint:
+            if fingerprint(os.fstat(file.fileno())) != header.fingerprint:
                 raise AdapterError(f"{show(str(header.path))} changes while it is read")
             for module, pair in halves.items():
                 name = module_name(*module)

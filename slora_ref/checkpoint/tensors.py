@@ -56,10 +56,10 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """All tensors of a file, and (mtime_ns, size) of the file, by which a change is noticed."""
+    """All tensors of a file, and the fingerprint by which a change of the file is noticed."""
 
     tensors: dict[str, StoredTensor]
-    fingerprint: tuple[int, int]
+    fingerprint: tuple[int, ...]
 
 
 def float_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -68,6 +68,11 @@ def float_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     if chosen not in (*FLOAT_TYPES.values(), np.float64):
         raise ConfigError(f"weights of type {chosen} are not supported; choose float32, float16 or bfloat16")
     return chosen
+
+
+def fingerprint(status: os.stat_result) -> tuple[int, ...]:
+    """What no other file at a path shares with this one, also where a tool has restored its time of change."""
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_ctime_ns
 
 
 def read_header(path: Path, error: type[SloraError]) -> Header:
@@ -96,7 +101,7 @@ def read_header(path: Path, error: type[SloraError]) -> Header:
         _check_tiling(tensors, 8 + length, status.st_size)
     except ValueError as cause:
         raise error(f"{_name(path)}: {cause}") from None
-    return Header(tensors, (status.st_mtime_ns, status.st_size))
+    return Header(tensors, fingerprint(status))
 
 
 def read_tensor(file: BinaryIO, tensor: StoredTensor, out: Array) -> None:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slora_ref.errors import ConfigError
+from slora_ref.options import check_choice, check_switch, check_whole
+
+MOST_SLOTS = 1 << 16  # sequences or adapters: their tables are allocated at start
+MOST_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,27 +60,24 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuses, with the numbers, what cannot run."""
-        self._check_choice("device", self.device, ("cpu",))
-        self._check_choice("dtype", self.dtype, ("float32", "float64"))
-        self._check_choice("admission", self.admission, ("max_tokens", "expected"))
-        self._check_choice("eviction", self.eviction, ("lru", "eager"))
-        for name in ("max_running", "max_batched_tokens", "max_adapters", "join_every", "pool_bytes", "host_bytes"):
-            self._check_positive(name, getattr(self, name))
-        for name in ("pool_pages", "max_length"):
+        check_choice(ConfigError, "device", self.device, ("cpu",))
+        check_choice(ConfigError, "dtype", self.dtype, ("float32", "float64"))
+        check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
+        check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager"))
+        for name in ("chunked_prefill", "separate_prefill", "poison"):
+            check_switch(ConfigError, name, getattr(self, name))
+        check_whole(ConfigError, "join_every", self.join_every, 1)
+        check_whole(ConfigError, "max_batched_tokens", self.max_batched_tokens, 1)
+        for name in ("max_running", "max_adapters"):
+            check_whole(ConfigError, name, getattr(self, name), 1, MOST_SLOTS)
+        for name in ("pool_bytes", "host_bytes"):
+            check_whole(ConfigError, name, getattr(self, name), 1, MOST_BYTES)
+        check_whole(ConfigError, "seed", self.seed, 0, (1 << 64) - 1)
+        for name, least in (("pool_pages", 1), ("max_length", 1), ("page_order_seed", 0)):
             if getattr(self, name) is not None:
-                self._check_positive(name, getattr(self, name))
+                check_whole(ConfigError, name, getattr(self, name), least)
         if self.max_batched_tokens <= self.max_running:
             raise ConfigError(
                 f"max_batched_tokens {self.max_batched_tokens} must be above max_running {self.max_running}: every "
                 "running sequence decodes one token a step, and a prompt must still get on"
             )
-
-    @staticmethod
-    def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-        if value not in choices:
-            raise ConfigError(f"{name} is {value!r}; it can be {' or '.join(choices)}")
-
-    @staticmethod
-    def _check_positive(name: str, value: int) -> None:
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from slora_ref.checkpoint import load_checkpoint
@@ -18,6 +19,7 @@ from slora_ref.scheduler import Scheduler
 from slora_ref.store import AdapterStore
 from slora_ref.tokenizer import Tokenizer
 
+PAGE_ID_BYTES = 4
 Parts = tuple[Scheduler, Prefetcher, Executor, Clock, ModelConfig, Tokenizer | None]
 
 
@@ -43,31 +45,43 @@ def build_pool(model: ModelConfig, config: EngineConfig) -> PagePool:
     """The page pool that the options ask for.
 
     Raises:
-        ConfigError: it could not hold a single token of prompt and one of answer, or max_length exceeds the model's.
+        ConfigError: it could not hold a token of prompt and one of answer, max_length exceeds the model's, or the
+            machine has not that much memory.
     """
     layout = PageLayout(model)
-    page_bytes = layout.num_layers * layout.row_stride(_itemsize(config.dtype)) * _itemsize(config.dtype)
+    page_bytes = layout.page_bytes(_itemsize(config.dtype))
     pages = config.pool_pages if config.pool_pages is not None else config.pool_bytes // page_bytes
     if pages < layout.token_pages(2):
         raise ConfigError(
             f"a pool of {pages} pages ({page_bytes} bytes each) cannot hold two tokens, which take "
-            f"{layout.token_pages(2)}: "
-            "raise pool_pages or pool_bytes"
+            f"{layout.token_pages(2)}: raise pool_pages or pool_bytes"
         )
     longest = model.max_position_embeddings
     if config.max_length is not None and config.max_length > longest:
         raise ConfigError(f"max_length {config.max_length} is above the model's max_position_embeddings {longest}")
     in_pool = pages // layout.token_pages(1) + 1  # the last token of a sequence takes no pages
+    positions = min(config.max_length or longest, in_pool)
+    _check_memory(pages * page_bytes, config.max_running * layout.token_pages(positions) * PAGE_ID_BYTES)
     return PagePool(
         layout,
         num_pages=pages,
         max_sequences=config.max_running,
-        max_positions=min(config.max_length or longest, in_pool),
+        max_positions=positions,
         max_adapters=config.max_adapters,
         dtype=config.dtype,
         poison=config.poison,
         shuffle_seed=config.page_order_seed,
     )
+
+
+def _check_memory(storage: int, tables: int) -> None:
+    """Raises ConfigError when the pool alone is more than this machine has; the system would end the process later."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if storage + tables > memory:
+        raise ConfigError(
+            f"the pool takes {storage / 1e9:,.1f} GB and the page tables of max_running sequences {tables / 1e9:,.1f} "
+            f"GB; this machine has {memory / 1e9:,.1f} GB: lower pool_pages, pool_bytes, max_running or max_length"
+        )
 
 
 def _itemsize(dtype: str) -> int:

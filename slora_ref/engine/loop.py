@@ -71,10 +71,10 @@ class EngineLoop:
 
     def _run(self, step: Step) -> None:
         work = arrange(step.work)
-        batch = Batch.build(work, self.pool)
-        self.scheduler.commit(step)
-        self.steps += 1
         try:
+            batch = Batch.build(work, self.pool)
+            self.scheduler.commit(step)
+            self.steps += 1
             result = self.executor.run(batch, sampling_of([item.sequence for item in work if item.samples]))
         except BaseException as error:  # a step that fails (or is interrupted) ends its requests, not the engine
             for item in work:

@@ -92,7 +92,7 @@ class NumpyOps:
         group: LoraGroup,
         layer: int,
     ) -> Float[Array, "rows t_width"]:
-        """t = x A for every target of a group, at each segment's own rank (MBGMV / MBGMM, paper section 5.2).
+        """t = x A for every target of a group, at each segment's own rank (MBGMV / MBGMM, paper section 5.3).
 
         The As of a group are neighbours in the page table, so one gather and one product make the intermediates of,
         say, q, k and v side by side. A layer whose rank is below the adapter's page rank has zeros in the columns

@@ -56,6 +56,10 @@ class PageLayout:
         per_line = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         return -(-self.width // per_line) * per_line
 
+    def page_bytes(self, itemsize: int) -> int:
+        """Bytes of one page in storage, over all layers."""
+        return self.num_layers * self.row_stride(itemsize) * itemsize
+
     def token_pages(self, tokens: int) -> int:
         """Pages that the keys and values of `tokens` tokens take."""
         return PAGES_PER_TOKEN * tokens
