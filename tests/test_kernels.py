@@ -145,3 +145,13 @@ def test_bits_do_not_depend_on_other_rows(kernel: str, dtype: str) -> None:
             row = alone["tiles"][entry, 0]
         after = run("forward", kernel, replace(case, arguments=alone))
         assert row_bits(kernel, after, row) == row_bits(kernel, together, row), f"entry {entry}"
+
+
+@pytest.mark.parametrize("power", [-24, 20])
+@pytest.mark.parametrize(("kernel", "dtype"), [pair for pair in LORA if "expand" in pair[0]], ids=lambda value: value)
+def test_the_intermediate_may_be_what_a_half_cannot_hold(kernel: str, dtype: str, power: int) -> None:
+    """x = 8, A = 4 and a width of 4096 make t = 131072, float16 ends at 65504: t is float32, whatever the storage."""
+    case = cases.lora_case(operation_of(kernel), dtype, 3, MANY)
+    case.arguments["t"] *= np.float32(2.0**power)
+    case.arguments["lora"].view(np.float32)[..., 3] *= np.float32(2.0**-power)
+    case.check(run("forward", kernel, case))
