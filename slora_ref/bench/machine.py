@@ -10,18 +10,44 @@ from typing import Any
 import numpy as np
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts(gpu: bool = False) -> dict[str, Any]:
     """The fields `machine` of every result; GPU fields are null where no GPU took part."""
     return {
-        "gpu": None,
-        "driver": None,
-        "cuda": None,
-        "cupy": None,
+        **(_gpu() if gpu else dict.fromkeys(("gpu", "driver", "cuda", "cupy"))),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """The current device, and the versions that CuPy works with."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return {
+        "gpu": runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode(),
+        "driver": runtime.driverGetVersion(),
+        "cuda": runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+    }
+
+
+def copy_gb_s(bytes_copied: int = 4_000_000_000, repeats: int = 10) -> float:
+    """GB/s of a copy within the current device, bytes read and written counted; the best of `repeats`."""
+    import cupy
+
+    source, target = (cupy.ones(bytes_copied, np.uint8) for _ in range(2))
+    best = 0.0
+    for _ in range(repeats):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        target[...] = source
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * bytes_copied / cupy.cuda.get_elapsed_time(start, end) / 1e6)
+    return best
 
 
 def _cpu() -> str:

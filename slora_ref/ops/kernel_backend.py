@@ -14,7 +14,7 @@ import numpy as np
 
 from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
-from slora_ref.ops.rungs import ladder, make_launch, operation_of
+from slora_ref.ops.rungs import fastest, make_launch, operation_of
 from slora_ref.ops.tables import Segments, Spans
 from slora_ref.shapes import Array
 
@@ -52,11 +52,11 @@ class AttentionStep:
 
 
 class KernelBackend(ABC):
-    """Launches kernels, the last rung of each operation's ladder unless told otherwise.
+    """Launches kernels, the fastest rung of each operation's ladder unless told otherwise.
 
     Args:
         dtype: of storage.
-        rungs: the kernel to use for an operation, where it is not the last rung.
+        rungs: the kernel to use for an operation, where it is not the fastest.
     """
 
     def __init__(self, dtype: Any, rungs: Mapping[str, str] | None = None) -> None:
@@ -81,6 +81,6 @@ class KernelBackend(ABC):
 
     def run(self, operation: str, arguments: Arguments) -> None:
         """Launches the chosen rung of an operation."""
-        kernel = self.rungs.get(operation) or ladder(operation, self.dtype)[-1]
+        kernel = self.rungs.get(operation) or fastest(operation, self.dtype, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
         self.launch(make_launch(kernel, self.dtype, arguments))

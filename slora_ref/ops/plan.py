@@ -22,14 +22,14 @@ def uses_mbgmm(length: Int[Array, " segments"]) -> Array:
     return length >= SHARED_FROM
 
 
-SHARED_FROM = 4  # rows of a segment
+SHARED_FROM = 2  # rows of a segment
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
 QUERY_TILE = 16
 
 
 def tile_rows(rows: int) -> int:
     """The most rows of a tile in a step of so many rows: large tiles read weights less often, small ones fill a GPU."""
-    return 16 if rows <= 512 else 64
+    return 16 if rows <= 512 else 32 if rows <= 1024 else 64
 
 
 def tile_count(rows: int, shortest: int, size: int) -> int:
@@ -122,4 +122,4 @@ def context_chunk(rows: int, heads: int, positions: int) -> int:
 
 
 BLOCKS_TO_FILL_A_GPU = 512
-SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 1}  # parts of the sum over d_in, added by the expand that follows
+SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 4}  # parts of the sum over d_in, added by the expand that follows

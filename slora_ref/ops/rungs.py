@@ -20,8 +20,7 @@ HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
 
 
-def _none(sizes: SimpleNamespace) -> int:
-    return 0
+Sized = Callable[[SimpleNamespace], int]  # from a kernel's integer arguments by name, and `nums`: numbers in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,20 @@ class Rung:
     """How a kernel is launched.
 
     Args:
-        threads: in a block.
-        grid: blocks in each direction, from the kernel's integer arguments by name.
-        shared: bytes of dynamic shared memory, from the same.
+        threads: in a block; a number, or a function of the kernel's sizes.
+        grid: blocks in each direction, from the kernel's sizes.
+        shared: bytes of dynamic shared memory; a number, or from the sizes.
         dtypes: of storage that the kernel has; tensor cores have no float32.
         after_start: begins with wait_for_previous(), so it may be launched before the kernel before it has ended.
+        suits: the sizes for which it is the fastest, where those are not all; it is right for all.
     """
 
-    threads: int
+    threads: int | Sized
     grid: Callable[[SimpleNamespace], Grid]
-    shared: Callable[[SimpleNamespace], int] = _none
+    shared: int | Sized = 0
     dtypes: tuple[str, ...] = ALL
     after_start: bool = False
+    suits: Callable[[SimpleNamespace], bool] | None = None
 
 
 def _blocks(items: int, each: int) -> int:
@@ -49,6 +50,43 @@ def _blocks(items: int, each: int) -> int:
 
 def _outputs(sizes: SimpleNamespace) -> int:
     return int(sizes.d_out0 + sizes.d_out1 + sizes.d_out2)
+
+
+def _runs(sizes: SimpleNamespace, size: int) -> int:
+    """Runs of `size` chunks of 16 bytes that the targets' outputs make: find_run of kernels_cu/lora.h."""
+    runs = 0
+    for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2):
+        pages, rest = divmod(d_out, sizes.width)
+        chunks = pages * -(-sizes.width // sizes.nums) - (-rest // sizes.nums)
+        runs += -(-chunks // size)
+    return runs
+
+
+def _expand_lanes(sizes: SimpleNamespace) -> int:
+    """Chunks of y that a block of 128 threads owns: few where rows are few, or they would not fill a GPU.
+
+    The threads of a chunk share its ranks, so there are no more of them than have 8 ranks each.
+    """
+    return 128 // min(4 if sizes.rows <= 32 else 2 if sizes.rows <= 64 else 1, max(1, sizes.t_columns // 8))
+
+
+def _row_blocks(sizes: SimpleNamespace) -> int:
+    """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
+    each = _blocks(sizes.t_columns, 4) * sizes.targets * sizes.splits
+    return min(int(sizes.rows), max(32, 1056 // each))
+
+
+def _tile_blocks(sizes: SimpleNamespace, each: int, most: int) -> int:
+    """Blocks that loop over the tiles, `each` for a tile: few of all possible tiles are used, and empty blocks cost."""
+    return min(int(sizes.tile_count), max(1, most // each))
+
+
+def _shrink_blocks(sizes: SimpleNamespace) -> int:
+    """Targets, in blocks of 64 columns."""
+    return int(sizes.targets * _blocks(sizes.t_columns, 64))
+
+
+RING = 96 << 10  # bytes of shared memory of the tensor core rungs: two blocks on a multiprocessor
 
 
 def _attention_words(sizes: SimpleNamespace) -> int:
@@ -60,8 +98,54 @@ RUNGS: Mapping[str, Rung] = {
     "lora_lookup_1_naive": Rung(128, lambda s: (_blocks(s.layers * s.targets * s.entries, 128), 1, 1)),
     "mbgmv_shrink_1_naive": Rung(64, lambda s: (s.rows, s.targets, s.splits)),
     "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.rows, 1), after_start=True),
+    "mbgmv_shrink_2_warp": Rung(128, lambda s: (_blocks(s.t_columns, 4), s.rows, s.targets * s.splits)),
+    "mbgmv_expand_2_vector": Rung(
+        128, lambda s: (_runs(s, 128), s.rows, 1), lambda s: 4 * s.t_columns, after_start=True
+    ),
+    "mbgmv_shrink_3_in_flight": Rung(
+        128,
+        lambda s: (_blocks(s.t_columns, 4), _row_blocks(s), s.targets * s.splits),
+        0,
+        HALVES,
+        after_start=True,
+    ),
+    "mbgmv_expand_3_in_flight": Rung(
+        128,
+        lambda s: (_runs(s, _expand_lanes(s)), s.rows, 1),
+        lambda s: 4 * (s.t_columns + 64),
+        HALVES,
+        after_start=True,
+    ),
     "mbgmm_shrink_1_naive": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
     "mbgmm_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.tile_count, 1), after_start=True),
+    "mbgmm_shrink_2_rows": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
+    "mbgmm_expand_2_rows": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.tile_count, 1), after_start=True),
+    "mbgmm_shrink_3_tensor_cores": Rung(
+        256,
+        lambda s: (s.splits, _shrink_blocks(s), _tile_blocks(s, s.splits * _shrink_blocks(s), 384)),
+        0,
+        HALVES,
+        after_start=True,
+    ),
+    "mbgmm_shrink_4_staged": Rung(
+        256,
+        lambda s: (_tile_blocks(s, s.splits * s.targets, 256), s.targets, s.splits),
+        RING,
+        HALVES,
+        after_start=True,
+        suits=lambda s: s.rows > 512,
+    ),
+    "mbgmm_expand_3_tensor_cores": Rung(
+        256, lambda s: (_runs(s, 32), _tile_blocks(s, _runs(s, 32), 1024), 1), 0, HALVES, after_start=True
+    ),
+    "mbgmm_expand_4_staged": Rung(
+        256,
+        lambda s: (_runs(s, 128), _tile_blocks(s, _runs(s, 128), 512), 1),
+        RING,
+        HALVES,
+        after_start=True,
+        suits=lambda s: s.rows > 512,
+    ),
     "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), _attention_words),
     "paged_attention_merge_1_naive": Rung(128, lambda s: (s.heads, s.rows, 1), after_start=True),
     "paged_attention_prefill_1_naive": Rung(128, lambda s: (s.heads, s.tile_count, 1), _attention_words),
@@ -96,6 +180,23 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
     return sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0]))
 
 
+def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
+    """The last rung of the ladder that suits the sizes; those depend on the number of rows alone, so a bucket has one.
+
+    Raises:
+        KernelError: there is none.
+    """
+    sizes = _sizes(dtype, arguments)
+    suits = {name: RUNGS[name].suits for name in ladder(operation, dtype)}
+    return [name for name, test in suits.items() if test is None or test(sizes)][-1]
+
+
+def _sizes(dtype: Any, arguments: Arguments) -> SimpleNamespace:
+    """A kernel's integer arguments by name, and `nums`, the numbers in 16 bytes."""
+    sizes = {name: int(value) for name, value in arguments.items() if isinstance(value, np.integer)}
+    return SimpleNamespace(**sizes, nums=16 // np.dtype(dtype).itemsize)
+
+
 def make_launch(kernel: str, dtype: Any, arguments: Arguments) -> Launch:
     """The launch of `kernel` with these arguments: looks its grid up and computes it.
 
@@ -105,6 +206,6 @@ def make_launch(kernel: str, dtype: Any, arguments: Arguments) -> Launch:
     rung = RUNGS.get(kernel)
     if rung is None or np.dtype(dtype).name not in rung.dtypes:
         raise KernelError(f"no kernel {kernel} for {np.dtype(dtype).name}; there are {', '.join(RUNGS)}")
-    sizes = SimpleNamespace(**{name: int(value) for name, value in arguments.items() if isinstance(value, np.integer)})
-    grid = rung.grid(sizes)
-    return Launch(kernel, np.dtype(dtype), grid, rung.threads, rung.shared(sizes), arguments, rung.after_start)
+    kind, sizes = np.dtype(dtype), _sizes(dtype, arguments)
+    threads, shared = (size if isinstance(size, int) else size(sizes) for size in (rung.threads, rung.shared))
+    return Launch(kernel, kind, rung.grid(sizes), threads, shared, arguments, rung.after_start)

@@ -1,0 +1,195 @@
+// What the fast rungs of the LoRA kernels share: vectors in pages, 16 bytes at a time.
+// A vector (a column of A, a row of B) is cut into pieces of `width` numbers, a page each, and a piece into chunks of NUMS16
+// numbers: one load. The last chunk of a piece or of the vector may be ragged, and then is read number by number.
+#pragma once
+
+HELPER int pieces_of(int length, int width) {
+    if (width >= length) return 1;  // saves a division, which takes as long as a read from L2
+    return ceil_div(length, width);
+}
+HELPER int chunks_of(int length, int width) {
+    if (width >= length) return ceil_div(length, NUMS16);
+    return length / width * ceil_div(width, NUMS16) + ceil_div(length % width, NUMS16);
+}
+struct Chunk {
+    int piece;   // page of the vector
+    int offset;  // of its first number in the page
+    int index;   // of its first number in the vector
+    int count;   // its numbers, 0 beyond the vector's end
+};
+HELPER Chunk chunk_at(int chunk, int length, int width) {
+    int per_piece = ceil_div(width, NUMS16), piece = 0;
+    if (width < length) piece = chunk / per_piece;
+    int offset = (chunk - piece * per_piece) * NUMS16, index = piece * width + offset;
+    return Chunk{piece, offset, index, max(0, min(NUMS16, min(width - offset, length - index)))};
+}
+
+HELPER const Num* page_at(const Num* pages, int page, int stride) {
+#if ON_DEVICE  // one instruction; the compiler makes four
+    const Num* at;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(page), "r"(stride * int(sizeof(Num))), "l"(pages));
+    return at;
+#else
+    return pages + page * static_cast<long long>(stride);
+#endif
+}
+HELPER bool aligned16(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16 == 0; }
+// Whether every chunk of every page can be read by one load: what lies in a page beyond a vector's end is zeros.
+HELPER bool whole_chunks(const Num* pages, int width, int page_stride) {
+    return aligned16(pages) && page_stride % NUMS16 == 0 && width % NUMS16 == 0;
+}
+HELPER uint4 load_nums(const Num* from, int count) {  // zeros beyond count
+    if (count == NUMS16 && aligned16(from)) return load16(from);
+    float numbers[NUMS16];
+#pragma unroll
+    for (int i = 0; i < NUMS16; i++) numbers[i] = i < count ? to_float(from[i]) : 0.0f;
+    return pack(numbers);
+}
+HELPER void add_products(float& sum, uint4 a, uint4 b) {
+    float left[NUMS16], right[NUMS16];
+    unpack(a, left), unpack(b, right);
+#pragma unroll
+    for (int i = 0; i < NUMS16; i++) sum += left[i] * right[i];
+}
+HELPER void store_nums(Num* to, uint4 v, int count) {
+    if (count == NUMS16 && aligned16(to)) return store16(to, v);
+    float numbers[NUMS16];
+    unpack(v, numbers);
+#pragma unroll
+    for (int i = 0; i < NUMS16; i++)
+        if (i < count) to[i] = to_num(numbers[i]);
+}
+// To shared memory, asynchronously; unwanted: zeros.
+HELPER void copy16(uint4* shared, const Num* from, bool wanted) {
+#if ON_DEVICE
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}"
+                 :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(from), "r"(int(wanted)) : "memory");
+#else
+    copy_async16(shared, from, wanted ? 16 : 0);
+#endif
+}
+// Where a chunk of a row lies in a slab of shared memory, 8 chunks a row: 8 neighbouring rows in different banks.
+HELPER int place(int row, int chunk) { return row * 8 + (chunk ^ (row & 7)); }
+template <int N> struct Constant { static constexpr int VALUE = N; };  // a number that a lambda can take at compile time
+
+HELPER float4 load_four(const float* from, int count) {  // four numbers, of which count matter; none: zeros
+#if ON_DEVICE
+    float4 v;
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;"
+                 " mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000; @p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from), "r"(int(count > 0)) : "memory");
+    return v;
+#else
+    if (count > 0) shim::check_aligned(from, 16);
+    return count > 0 ? *reinterpret_cast<const float4*>(from) : float4{0, 0, 0, 0};
+#endif
+}
+#ifndef DTYPE_FLOAT32
+// Four numbers, in one load that the compiler leaves where it stands; unwanted: zeros.
+HELPER void load8_once(unsigned (&to)[2], const Num* from, bool wanted) {
+#if ON_DEVICE
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0;"
+                 " @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];}"
+                 : "=r"(to[0]), "=r"(to[1]) : "l"(from), "r"(int(wanted)) : "memory");
+#else
+    to[0] = to[1] = 0;
+    if (wanted) shim::check_aligned(from, 8), memcpy(to, from, 8);
+#endif
+}
+HELPER void store8(Num* to, const unsigned (&v)[2]) {
+    *reinterpret_cast<int2*>(to) = {static_cast<int>(v[0]), static_cast<int>(v[1])};
+}
+// Four numbers of each of four ranks -> for each of the four numbers: ranks 0 and 1 in a word, ranks 2 and 3 in another.
+HELPER void pair_up(unsigned (&b)[4][2]) {
+    const unsigned w[4][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}, {b[2][0], b[2][1]}, {b[3][0], b[3][1]}};
+#pragma unroll
+    for (int q = 0; q < 8; q++) {
+        unsigned low = w[q % 2 * 2][q / 4], high = w[q % 2 * 2 + 1][q / 4];
+        b[q / 2][q % 2] = q / 2 % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
+    }
+}
+// t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each row
+// divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. All 256 threads.
+// load(from, count): up to four numbers, zeros beyond count.
+template <class Load>
+HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int count, int tall, int ranks, int deep, int row_stride,
+                    int splits, long long split_stride, float scale) {
+    int wide = deep <= 32 ? 8 : deep <= 64 ? 16 : 32, j = threadIdx.x % wide * 4;  // threads of a row; four ranks each
+    for (int first = threadIdx.x / wide; first < tall; first += 512 / wide) {      // two rows at a time
+        float sums[2][4] = {};
+        for (int split = 0; split < splits; split += 4) {  // and four splits
+            float4 part[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                int row = first + k % 2 * 256 / wide;
+                const float* at = from + (split + k / 2) * split_stride + row * static_cast<long long>(row_stride) + j;
+                part[k] = load(at, split + k / 2 < splits && row < count ? ranks - j : 0);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float(&sum)[4] = sums[k % 2];
+                sum[0] += part[k].x, sum[1] += part[k].y, sum[2] += part[k].z, sum[3] += part[k].w;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            int row = first + k * 256 / wide;
+            float largest = 0;
+            for (int i = 0; i < 4; i++) sums[k][i] = j + i < ranks ? sums[k][i] : 0, largest = fmaxf(largest, fabsf(sums[k][i]));
+            for (int step = wide / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+            int power = largest > 0 ? ilogbf(largest) : 0;
+            float down = ldexpf(1.0f, -power);
+            for (int i = 0; i < 4; i++)
+                if (row < tall && j < deep) t_tile[(j / 8 * tall + row) * 8 + j % 8 + i] = to_num(sums[k][i] * down);
+            if (row < tall && j == 0) up[row] = ldexpf(scale, power);
+        }
+    }
+}
+HELPER void add_pair(unsigned* two, float a, float b) {  // two neighbouring numbers += a, b
+    Num low = {static_cast<unsigned short>(*two)}, high = {static_cast<unsigned short>(*two >> 16)};
+    *two = to_num(to_float(low) + a).bits | static_cast<unsigned>(to_num(to_float(high) + b).bits) << 16;
+}
+#endif
+
+// The targets' outputs stand side by side in y; each is cut into runs of `size` chunks. The run'th one:
+struct Run {
+    int target, length;  // and the numbers of its output
+    int chunk;           // the run's first, in that output
+    int column;          // of y where that output begins
+};
+HELPER Run find_run(int run, int size, const int (&d_out)[3], int width) {
+    Run at = {0, 0, run * size, 0};
+#pragma unroll
+    for (int target = 0; target < 3; target++) {
+        int chunks = ceil_div(chunks_of(d_out[target], width), size) * size;
+        at.target = target, at.length = d_out[target];
+        if (at.chunk < chunks) break;
+        at.chunk -= chunks, at.column += d_out[target];
+    }
+    return at;
+}
+HELPER int count_runs(int size, const int (&d_out)[3], int width) {
+    int runs = 0;
+#pragma unroll
+    for (int target = 0; target < 3; target++) runs += ceil_div(chunks_of(d_out[target], width), size);
+    return runs;
+}
+
+// The expand of rows row0 .. and a run of chunks, number by number: where numbers do not come in eights.
+HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* page_table, Lora adapter, Run run, int size,
+                           int row0, int count, int rows, int width, int targets, int t_columns, int splits, int y_stride,
+                           int page_stride) {
+    wait_for_previous();
+    for (int i = threadIdx.x; i < count * size * NUMS16; i += blockDim.x) {
+        Chunk at = chunk_at(run.chunk + i / NUMS16 % size, run.length, width);
+        int row = row0 + i / NUMS16 / size, k = i % NUMS16;
+        float sum = 0;
+        for (int j = 0; k < at.count && j < adapter.rank * splits; j++) {
+            int page = page_table[adapter.b + j / splits * pieces_of(run.length, width) + at.piece];
+            long long from = ((j % splits) * static_cast<long long>(rows) + row) * targets + run.target;
+            sum += t[from * t_columns + j / splits] * to_float(page_at(pages, page, page_stride)[at.offset + k]);
+        }
+        Num* to = y + static_cast<long long>(row) * y_stride + run.column + at.index + k;
+        if (k < at.count) *to = to_num(to_float(*to) + adapter.scale * sum);
+    }
+}
