@@ -193,9 +193,9 @@ template <int NEWEST> HELPER void copies_wait() {
 }
 
 #ifndef DTYPE_FLOAT32
-// --- tensor cores: d [16, 8] += a [16, 16] b [16, 8], sums in float32. With g = lane / 4, i = lane % 4 * 2 a lane holds
-// a[0]: (row g, columns i, i+1), a[1]: row g+8, a[2]: columns i+8, i+9, a[3]: both; b[0]: (rows i, i+1, column g), b[1]:
-// rows i+8, i+9; d[0], d[1]: (row g, columns i, i+1), d[2], d[3]: row g+8. The lower index is in the lower half.
+// --- tensor cores: d [16, 8] += a [16, 16] b [16, 8], sums in float32. With g = lane / 4, i = lane % 4 * 2 a lane has
+// a[0]: (row g, columns i, i+1), a[1]: row g+8, a[2]: columns i+8, i+9, a[3]: both; b[0]: (rows i, i+1, column g),
+// b[1]: rows i+8, i+9; d[0], d[1]: (row g, columns i, i+1), d[2], d[3]: row g+8. The lower index is in the lower half.
 HELPER void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if ON_DEVICE
 #ifdef DTYPE_FLOAT16
