@@ -18,14 +18,15 @@ mbgmv_shrink_3_in_flight(float* t, const Num* x, const Num* pages, const int* pa
     launch_dependents();
     int target = blockIdx.z, split = 0, lane = threadIdx.x % 32, first_column = blockIdx.x * WARPS;
     if (splits > 1) split = target / targets, target -= split * targets;
+    Lora adapter = lora[target * rows + blockIdx.y];
+    int rank = 0, step = gridDim.y;  // rank: of the lane's of the next 32 rows of this block; most may have nothing to do here
+    if (step < rows) rank = lora[target * rows + min(blockIdx.y + lane * step, rows - 1)].rank;
     int pieces = pieces_of(d_in, width), per_piece = ceil_div(width, NUMS16), chunks = chunks_of(d_in, width);
     int part = splits > 1 ? ceil_div(chunks, splits) : chunks, begin = split * part, end = min(begin + part, chunks);
     bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0 &&
                  (pieces == 1 || per_piece >= 32);
 
     auto shrink = [&](int row) {
-        Lora adapter = lora[target * rows + row];
-        if (adapter.rank <= first_column) return;
         int j = first_column + threadIdx.x / 32, last = j < adapter.rank ? end : begin;
         const int* ids = page_table + adapter.a + min(j, adapter.rank - 1) * pieces;
         const Num* from = page_at(x, row, x_stride);
@@ -66,10 +67,10 @@ mbgmv_shrink_3_in_flight(float* t, const Num* x, const Num* pages, const int* pa
         if (j < adapter.rank && lane == 0)
             t[((static_cast<long long>(split) * rows + row) * targets + target) * t_columns + j] = sum;
     };
-    int rank = 0;  // of the lane's of the next 32 rows of this block: most may have nothing to do here
-    for (int n = 0, row = blockIdx.y; row < rows; n++, row += gridDim.y) {
-        int ahead = row + lane * gridDim.y;
-        if (n % 32 == 0 && gridDim.y < rows) rank = ahead < rows ? lora[target * rows + ahead].rank : 0;
-        if (gridDim.y == rows || __shfl_sync(~0u, rank, n % 32) > first_column) shrink(row);
+    for (int n = 0, row = blockIdx.y; row < rows; n++, row += step) {
+        if (n > 0 && n % 32 == 0) rank = lora[target * rows + min(row + lane * step, rows - 1)].rank;
+        if (n > 0 && __shfl_sync(~0u, rank, n % 32) <= first_column) continue;
+        if (n > 0) adapter = lora[target * rows + row];
+        if (adapter.rank > first_column) shrink(row);
     }
 }

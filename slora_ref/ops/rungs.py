@@ -63,11 +63,12 @@ def _runs(sizes: SimpleNamespace, size: int) -> int:
 
 
 def _expand_lanes(sizes: SimpleNamespace) -> int:
-    """Chunks of y that a block of 128 threads owns: few where rows are few, or they would not fill a GPU.
+    """Chunks of y that a block of 128 threads owns; its other threads share their ranks, at least 8 ranks each.
 
-    The threads of a chunk share its ranks, so there are no more of them than have 8 ranks each.
+    Few rows, or many of which most belong to MBGMM, need that: one row alone is as slow as its loads in sequence.
     """
-    return 128 // min(4 if sizes.rows <= 32 else 2 if sizes.rows <= 64 else 1, max(1, sizes.t_columns // 8))
+    shared_by = 2 if 32 < sizes.rows <= 64 else 4 if sizes.rows <= 32 or sizes.t_columns >= 64 else 1
+    return 128 // max(1, min(shared_by, sizes.t_columns // 8))
 
 
 def _row_blocks(sizes: SimpleNamespace) -> int:
