@@ -129,8 +129,8 @@ def lay_out(
     starts: dict[tuple[str, int, int], int] = {}
     for slot, adapter in adapters.items():
         table = [("gap", -1, 0, 0)] * int(rng.integers(0, 3))
-        for half, order in (("b", group.targets[::-1]), ("a", group.targets)):
-            for target in order:
+        for half in ("b", "a"):
+            for target in group.targets:
                 size = d_in if half == "a" else d_outs[group.targets.index(target)]
                 starts[half, slot, target] = len(table)
                 table += [
@@ -138,7 +138,7 @@ def lay_out(
                     for vector in range(adapter.page_rank(target))
                     for piece in range(pieces(size, width))
                 ]
-            table += [("gap", -1, 0, 0)] * int(half == "b")  # the As of a group are neighbours, no more is promised
+            table += [("gap", -1, 0, 0)] * int(half == "b")  # the As of a group are neighbours, and its Bs
         entries[slot] = table
     slots = max(adapters, default=0) + 1 + int(rng.integers(0, 2))  # the last one, -1 to Python, may be taken
     tables = AdapterTables.empty(slots, LAYERS, max(map(len, entries.values()), default=0) + 1)

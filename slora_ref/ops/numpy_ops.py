@@ -24,21 +24,19 @@ class NumpyOps:
         self._buffer = np.empty(0, self.dtype)
 
     def _gather(
-        self, pages: Float[Array, "pages width"], table: Int[Array, " table"], start: int, vectors: int, size: int
-    ) -> Float[Array, "vectors size"]:
-        """Reads `vectors` vectors of `size` numbers, each cut over ceil(size / width) pages, from scattered pages.
+        self, pages: Float[Array, "pages width"], table: Int[Array, " table"], start: int, count: int
+    ) -> Float[Array, "count width"]:
+        """Reads the `count` pages named by the table's entries from `start` on, wherever they lie.
 
         The result lives in a buffer that the next gather overwrites: it stays in the cache, so that only the pages
         themselves come from memory.
         """
         width = pages.shape[1]
-        pieces = -(-size // width)
-        count = vectors * pieces
         if self._buffer.size < count * width or self._buffer.dtype != pages.dtype:
             self._buffer = np.empty(count * width, pages.dtype)
         gathered = self._buffer[: count * width].reshape(count, width)
-        np.take(pages, table[start : start + count], axis=0, out=gathered, mode="clip")  # other modes copy twice
-        return gathered.reshape(vectors, pieces * width)[:, :size]
+        pages.take(table[start : start + count], axis=0, out=gathered, mode="clip")  # other modes copy twice
+        return gathered
 
     def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """The embedding rows of `ids`."""
@@ -112,7 +110,9 @@ class NumpyOps:
         for slot, start, length in _rows_of_adapters(segments):
             columns = int(page_ranks[slot])
             if columns:
-                a = self._gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), columns, x.shape[1])
+                count = columns * -(-x.shape[1] // pages.shape[1])
+                a = self._gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), count)
+                a = a.reshape(columns, -1)[:, : x.shape[1]]
                 rows = slice(start, start + length)
                 np.matmul(x[rows], a.T, out=t[rows, :columns], dtype=self.dtype)
         return t
@@ -130,6 +130,8 @@ class NumpyOps:
     ) -> None:
         """y += scale * t B for every target of a group, in place. Rows of the base model (adapter -1) stay untouched.
 
+        The Bs of a group are neighbours in the page table too, so one gather reads them.
+
         Args:
             y: [rows, sum of d_outs] outputs of the group's targets side by side.
             t: what lora_shrink returned for the same group.
@@ -137,22 +139,21 @@ class NumpyOps:
             d_outs: output width of each target of the group.
         """
         targets = list(group.targets)
+        pieces = [-(-d_out // pages.shape[1]) for d_out in d_outs]
         for slot, start, length in _rows_of_adapters(segments):
             rows = slice(start, start + length)
-            ranks, page_ranks, starts, scales = _lists(
-                tables.rank[slot, layer, targets],
-                tables.page_rank[slot, targets],
-                tables.b_start[slot, targets],
-                tables.scale[slot, layer, targets],
+            ranks, page_ranks, scales = _lists(
+                tables.rank[slot, layer, targets], tables.page_rank[slot, targets], tables.scale[slot, layer, targets]
             )
-            t_column = y_column = 0
-            for rank, page_rank, b_start, scale, d_out in zip(ranks, page_ranks, starts, scales, d_outs, strict=True):
+            counts = [page_rank * cut for page_rank, cut in zip(page_ranks, pieces, strict=True)]
+            b_pages = self._gather(pages, tables.pages[slot], int(tables.b_start[slot, targets[0]]), sum(counts))
+            t_column = y_column = page = 0
+            for rank, page_rank, scale, count, d_out in zip(ranks, page_ranks, scales, counts, d_outs, strict=True):
                 if rank:
-                    b = self._gather(pages, tables.pages[slot], b_start, rank, d_out)
+                    b = b_pages[page : page + count].reshape(page_rank, -1)[:rank, :d_out]
                     delta = t[rows, t_column : t_column + rank] @ b
                     y[rows, y_column : y_column + d_out] += np.float32(scale) * delta
-                t_column += page_rank
-                y_column += d_out
+                t_column, y_column, page = t_column + page_rank, y_column + d_out, page + count
 
     def rope(
         self, x: Float[Array, "rows heads head_dim"], cos: Float[Array, "rows half"], sin: Float[Array, "rows half"]

@@ -44,7 +44,7 @@ class AdapterTables:
 
     Column j of A is cut into pieces of `width` numbers, one page each: piece p of column j of target t lies in page
     `pages[slot, a_start[slot, t] + j * a_pieces + p]`; row j of B likewise from b_start. Within a group the As are
-    neighbours.
+    neighbours, and so are the Bs.
 
     Args:
         pages: [adapter_slots, table] page ids, -1 where unused.
