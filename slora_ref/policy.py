@@ -31,7 +31,7 @@ class Policy(Protocol):
     """Orders the waiting requests."""
 
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now: float) -> Ordering:
-        """Decides which waiting request comes next.
+        """Decides which waiting request comes next. One that is neither a candidate nor dropped goes on waiting.
 
         Args:
             waiting: in order of arrival; a preempted sequence stands where it arrived.

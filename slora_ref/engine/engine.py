@@ -128,7 +128,13 @@ class Engine(EngineLoop):
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, adapter: str | None = None
     ) -> Iterator[RequestOutput]:
-        """Serves one prompt and yields its pieces as they come; leaving the loop early aborts it."""
+        """Serves one prompt and yields its pieces as they come; leaving the loop early aborts it.
+
+        Each request's news is given out once: whoever calls `step` while a stream is open takes the stream's pieces too.
+
+        Raises:
+            UnknownAdapter, RequestError: at the first piece.
+        """
         request_id = self.add_request(prompt, params, adapter)
         try:
             yield from self._follow({request_id})
