@@ -665,7 +665,7 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
     engine, started = new_engine(pool_pages=200, max_running=16, admission="max_tokens"), {}
     running = engine.add_request([1] * 5, SamplingParams(max_tokens=8, ignore_eos=True))
     engine.step()
-    large = engine.add_request([1] * 80, SamplingParams(max_tokens=11, ignore_eos=True))
+    large = engine.add_request([1] * 88, SamplingParams(max_tokens=11, ignore_eos=True))  # does not fit beside it
     small = [engine.add_request([1] * 5, SamplingParams(max_tokens=3, ignore_eos=True)) for _ in range(20)]
     for step in range(200):
         for news in engine.step():
