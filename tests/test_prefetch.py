@@ -245,6 +245,7 @@ def test_what_is_kept_does_not_leave_though_it_is_the_oldest() -> None:
     load(prefetcher, 0, 1)
     assert prefetcher.make_room(4, keep={0}) and resident(prefetcher) == {0}
     assert not prefetcher.make_room(5, keep={0}) and resident(prefetcher) == {0}
+    load(prefetcher, 1)
     assert prefetcher.fetch(2, keep={0})
     assert prefetcher.held == {2} and resident(prefetcher) == {0}
 

@@ -157,6 +157,7 @@ class Scheduler:
             sequence.slot = self.pool.open_sequence()
             if sequence.adapter_id != BASE_MODEL:
                 self.prefetcher.pin(sequence.adapter_id)
+                self.claimed.discard(sequence.adapter_id)
                 self.prefetcher.counts.hits += not (sequence.waited_for_adapter or sequence.preemptions)
             self.waiting.remove(sequence)  # near the front under most policies
             self.running.append(sequence)
