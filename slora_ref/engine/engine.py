@@ -130,7 +130,7 @@ class Engine(EngineLoop):
     ) -> Iterator[RequestOutput]:
         """Serves one prompt and yields its pieces as they come; leaving the loop early aborts it.
 
-        Each request's news is given out once: whoever calls `step` while a stream is open takes the stream's pieces too.
+        Each request's news is given out once: a call of `step` while a stream is open takes its pieces.
 
         Raises:
             UnknownAdapter, RequestError: at the first piece.
