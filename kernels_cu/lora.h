@@ -193,3 +193,15 @@ HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* 
         if (k < at.count) *to = to_num(to_float(*to) + adapter.scale * sum);
     }
 }
+
+// The first entry from i on, in steps, that has rows; tile_count or more: none. All lanes of a warp look, 32 entries at a time.
+HELPER int next_tile(const int2* tiles, int i, int step, int tile_count) {
+    for (; i < tile_count; i += 32 * step) {
+        int mine = i + static_cast<int>(threadIdx.x % 32) * step, found = mine;
+        if (mine >= tile_count || tiles[mine].y == 0) found = 0x7fffffff;
+#pragma unroll
+        for (int lanes = 16; lanes; lanes /= 2) found = min(found, __shfl_xor_sync(~0u, found, lanes));
+        if (found < tile_count) return found;
+    }
+    return tile_count;
+}

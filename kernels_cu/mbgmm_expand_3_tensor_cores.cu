@@ -1,7 +1,7 @@
 // computes: y[row] += scale t[row] B for every target of a group and every row of a tile, whose rows share one adapter
 // arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
 //         splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora;
-//         tiles [tiles] of (first row, rows), unused ones (0 rows) last. B is in pages
+//         tiles [tiles] of (first row, rows), 0 rows: nothing to do. B is in pages
 // map: a block owns tiles, 32 rows at a time, and RUN chunks of 16 bytes of one target's part of y; a warp four of them
 // new here: products by tensor cores; B goes from memory straight to registers, for all rows, 8 bytes of four rows of B for
 //           four products, in an order that leaves whole 8 bytes of y with a lane; B and y are read before t is waited for
@@ -18,7 +18,6 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
     SHARED(Num, t_tile, [ROWS * RANKS]);  // [ranks / 8][rows][8]
     SHARED(float, up, [ROWS]);            // what the sums of a row are multiplied with
     launch_dependents();
-    if (tiles[blockIdx.y].y == 0 && blockIdx.x + blockIdx.y > 0) return;  // one block that waits is enough
     Run run = find_run(blockIdx.x, RUN, {d_out0, d_out1, d_out2}, width);
     int lane = threadIdx.x % 32, g = lane / 4, own = run.chunk + threadIdx.x / 32 * 4, pieces = pieces_of(run.length, width);
     bool whole = whole_chunks(pages, width, page_stride) && run.length % NUMS16 == 0 && aligned16(y + run.column) &&
@@ -74,9 +73,9 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
         }
         __syncthreads();  // t_tile is read before the next one is written
     };
-    for (int i = blockIdx.y; i < tile_count && tiles[i].y > 0; i += gridDim.y)
+    for (int i = blockIdx.y; (i = next_tile(tiles, i, gridDim.y, tile_count)) < tile_count; i += gridDim.y) {
+        Lora adapter = lora[run.target * tile_count + i];
         for (int row = 0; row < tiles[i].y; row += ROWS) {
-            Lora adapter = lora[run.target * tile_count + i];
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
             if (!whole && adapter.rank)
                 expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets, t_columns, splits,
@@ -86,5 +85,6 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
                 else if (adapter.rank - j <= 32) multiply(row0, count, adapter, j, Constant<2>());
                 else multiply(row0, count, adapter, j, Constant<4>());
         }
-    wait_for_previous();
+    }
+    if (blockIdx.x + blockIdx.y == 0) wait_for_previous();  // one block without work that waits is enough
 }

@@ -1,26 +1,25 @@
 // computes: y[row] += scale t[row] B for every target of a group and every row of a tile, whose rows share one adapter
 // arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
 //         splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora;
-//         tiles [tiles] of (first row, rows), unused ones (0 rows) last. B is in pages
+//         tiles [tiles] of (first row, rows), 0 rows: nothing to do. B is in pages
 // map: a block owns tiles and RUN chunks of 16 bytes of one target's part of y, 64 rows of y and 128 of B at a time; a warp
-//      16 rows of y and half of a slab's chunks
+//      16 rows of y and half of a stage's chunks
 // new here: for many rows: a block keeps t in registers for all of its columns, while B and y are on their way to shared
 //           memory three stages ahead; t is read a quarter as often, and whole 128 bytes of a row of y at a time
 // limits: none; no float32. t is rounded to the pages' type, after a power of two that brings its row's largest below 2
 #include "device.h"
 #include "lora.h"
 
-constexpr int WARPS = 8, ROWS = 64, RANKS = 128, STAGES = 4, SLAB = 8, RUN = 128;  // SLAB: chunks of a row in a slab
-constexpr int STAGE = (ROWS + RANKS) * SLAB, STEP = 32 * WARPS / SLAB;  // chunks of a stage; rows copied at a time
-constexpr int TILES = SLAB / 2;                                         // chunks of a slab that a warp owns
+constexpr int WARPS = 8, ROWS = 64, RANKS = 128, STAGES = 4, SLAB = 8, RUN = 128;  // SLAB: chunks of a row in a stage
+constexpr int STAGE = (ROWS + RANKS) * SLAB, STEP = 32 * WARPS / SLAB;  // chunks of a stage; rows of a copy
+constexpr int TILES = SLAB / 2;                                         // chunks of a stage that a warp owns
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_table, const Lora* lora,
                       const int2* tiles, int tile_count, int rows, int d_out0, int d_out1, int d_out2, int width,
                       int targets, int t_columns, int splits, int y_stride, int page_stride) {
-    DYNAMIC_SHARED(uint4, ring);  // [STAGES][slabs][rows of y, then rows of B][SLAB]
+    DYNAMIC_SHARED(uint4, ring);  // [STAGES][rows of y, then rows of B][SLAB]
     launch_dependents();
-    if (tiles[blockIdx.y].y == 0 && blockIdx.x + blockIdx.y > 0) return;  // one block that waits is enough
     Run run = find_run(blockIdx.x, RUN, {d_out0, d_out1, d_out2}, width);
     unsigned lane = threadIdx.x % 32, top = threadIdx.x / 32 % 4 * 16, first = threadIdx.x / 128 * TILES;  // row; chunk
     int pieces = pieces_of(run.length, width), chunks = min(RUN, chunks_of(run.length, width) - run.chunk);
@@ -30,26 +29,23 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
 
     auto multiply = [&](int row0, int count, Lora adapter, int j0) {  // `count` rows, ranks j0 ..
         int ranks = min(RANKS, adapter.rank - j0), deep = ceil_div(ranks, 32) * 32, piece = -1, page[RANKS / STEP];
-        int slabs = deep == 32 ? 2 : 1, height = ROWS + deep;
         Num* y_run = y + static_cast<long long>(row0) * y_stride + run.column + run.chunk * NUMS16;
         auto fetch = [&](int stage, bool of_y) {
             uint4* to = ring + stage % STAGES * STAGE + (of_y ? 0 : ROWS * SLAB) + place(my_row, my_chunk);
-            for (int slab = 0; slab < slabs; slab++, to += height * SLAB) {
-                int c = (stage * slabs + slab) * SLAB + my_chunk;
-                if (c >= chunks) break;
-                Chunk at = chunk_at(run.chunk + c, run.length, width);
+            int c = stage * SLAB + my_chunk;
+            if (c >= chunks) return;
+            Chunk at = chunk_at(run.chunk + c, run.length, width);
 #pragma unroll
-                for (int k = 0; k < RANKS / STEP; k++)
-                    if (!of_y && at.piece != piece)
-                        page[k] = page_table[adapter.b + (j0 + min(my_row + k * STEP, ranks - 1)) * pieces + at.piece];
-                if (!of_y) piece = at.piece;
+            for (int k = 0; k < RANKS / STEP; k++)
+                if (!of_y && at.piece != piece)
+                    page[k] = page_table[adapter.b + (j0 + min(my_row + k * STEP, ranks - 1)) * pieces + at.piece];
+            if (!of_y) piece = at.piece;
 #pragma unroll
-                for (int k = 0; k < RANKS / STEP; k++) {
-                    int i = my_row + k * STEP;
-                    if (!of_y && i < deep)
-                        copy16(to + k * STEP * SLAB, page_at(pages, page[k], page_stride) + at.offset, i < ranks);
-                    if (of_y && i < count) copy16(to + k * STEP * SLAB, page_at(y_run, i, y_stride) + c * NUMS16, true);
-                }
+            for (int k = 0; k < RANKS / STEP; k++) {
+                int i = my_row + k * STEP;
+                if (!of_y && i < deep)
+                    copy16(to + k * STEP * SLAB, page_at(pages, page[k], page_stride) + at.offset, i < ranks);
+                if (of_y && i < count) copy16(to + k * STEP * SLAB, page_at(y_run, i, y_stride) + c * NUMS16, true);
             }
         };
         for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage, false);
@@ -67,41 +63,39 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
             if (k * 16 < deep) load_matrices<false>(a[k], t_tile + ((2 * k + lane / 16) * ROWS + top + lane % 16) * 8);
         const float mine[2] = {up[top + lane / 4], up[top + lane / 4 + 8]};
 
-        for (int stage = 0; stage * slabs * SLAB < chunks; stage++) {
+        for (int stage = 0; stage * SLAB < chunks; stage++) {
             copies_wait<STAGES - 2>();
             __syncthreads();  // this stage's copies have landed; the place of the one before, or of t_tile, has been read
             fetch(stage + STAGES - 1, false), fetch(stage + STAGES - 1, true), copies_commit();
-            for (int s = 0; s < slabs; s++) {
-                uint4* slab = ring + stage % STAGES * STAGE + s * height * SLAB;
-                float sums[TILES][4] = {};
+            uint4* slab = ring + stage % STAGES * STAGE;
+            float sums[TILES][4] = {};
 #pragma unroll
-                for (int k = 0; k < RANKS / 32; k++)
-                    if (k * 32 < deep)
+            for (int k = 0; k < RANKS / 32; k++)
+                if (k * 32 < deep)
 #pragma unroll
-                        for (int i = 0; i < TILES; i++) {
-                            unsigned b[4];
-                            load_matrices<true>(b, slab + (ROWS + k * 32) * SLAB + place(lane, first ^ i));
-                            mma_16x8x16(sums[i], a[2 * k], {b[0], b[1]});
-                            mma_16x8x16(sums[i], a[2 * k + 1], {b[2], b[3]});
-                        }
+                    for (int i = 0; i < TILES; i++) {
+                        unsigned b[4];
+                        load_matrices<true>(b, slab + (ROWS + k * 32) * SLAB + place(lane, first ^ i));
+                        mma_16x8x16(sums[i], a[2 * k], {b[0], b[1]});
+                        mma_16x8x16(sums[i], a[2 * k + 1], {b[2], b[3]});
+                    }
 #pragma unroll
-                for (int i = 0; i < TILES; i++) {
-                    unsigned* two = reinterpret_cast<unsigned*>(slab + place(top + lane / 4, first ^ i)) + lane % 4;
-                    add_pair(two, mine[0] * sums[i][0], mine[0] * sums[i][1]);
-                    add_pair(two + 8 * SLAB * 4, mine[1] * sums[i][2], mine[1] * sums[i][3]);  // 8 rows below
-                }
-                __syncwarp();  // the warp's part of y is complete before its lanes write it out, 16 bytes each
-                for (int i = 0; i < 2; i++) {
-                    int row = top + i * 8 + lane / TILES, chunk = first + lane % TILES, c = (stage * slabs + s) * SLAB + chunk;
-                    Num* to = y_run + static_cast<long long>(row) * y_stride + c * NUMS16;
-                    if (row < count && c < chunks) store16(to, slab[place(row, chunk)]);
-                }
+            for (int i = 0; i < TILES; i++) {
+                unsigned* two = reinterpret_cast<unsigned*>(slab + place(top + lane / 4, first ^ i)) + lane % 4;
+                add_pair(two, mine[0] * sums[i][0], mine[0] * sums[i][1]);
+                add_pair(two + 8 * SLAB * 4, mine[1] * sums[i][2], mine[1] * sums[i][3]);  // 8 rows below
+            }
+            __syncwarp();  // the warp's part of y is complete before its lanes write it out, 16 bytes each
+            for (int i = 0; i < 2; i++) {
+                int row = top + i * 8 + lane / TILES, chunk = first + lane % TILES, c = stage * SLAB + chunk;
+                Num* to = y_run + static_cast<long long>(row) * y_stride + c * NUMS16;
+                if (row < count && c < chunks) store16(to, slab[place(row, chunk)]);
             }
         }
         copies_wait<0>();
         __syncthreads();  // the ring is read before the next product fills it
     };
-    for (int i = blockIdx.y; i < tile_count && tiles[i].y > 0; i += gridDim.y)
+    for (int i = blockIdx.y; (i = next_tile(tiles, i, gridDim.y, tile_count)) < tile_count; i += gridDim.y)
         for (int row = 0; row < tiles[i].y; row += ROWS) {
             Lora adapter = lora[run.target * tile_count + i];
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
@@ -110,5 +104,5 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
                                y_stride, page_stride);
             for (int j = 0; whole && j < adapter.rank; j += RANKS) multiply(row0, count, adapter, j);
         }
-    wait_for_previous();
+    if (blockIdx.x + blockIdx.y == 0) wait_for_previous();  // one block without work that waits is enough
 }

@@ -1,6 +1,6 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
 // arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), unused ones (0 rows) last. A is in pages
+//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
 // map: a block owns tiles, 16 rows at a time, a target, 64 columns of A and a split; a warp an eighth of the split; in a step
 //      a lane owns a chunk of 16 bytes of 2 rows of x and of up to 8 columns of A
 // new here: products by tensor cores, whose operands go from memory straight to registers: the order of a sum's terms is
@@ -21,6 +21,8 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
     launch_dependents();
     int target = blockIdx.y, j0 = 0, split = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (t_columns > COLUMNS) j0 = target / targets * COLUMNS, target %= targets;
+    int2 tile = tiles[blockIdx.z];  // both at once, ahead of all else: what follows waits for them
+    Lora adapter = lora[target * tile_count + blockIdx.z];
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width), steps = ceil_div(chunks, 4);
     int share = ceil_div(steps, splits * WARPS), begin = (split * WARPS + warp) * share, end = min(begin + share, steps);
     bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
@@ -87,11 +89,11 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
         }
         __syncthreads();  // the parts are read before the next product's are written
     };
-    for (int i = blockIdx.z; i < tile_count && tiles[i].y > 0; i += gridDim.z) {
-        Lora adapter = lora[target * tile_count + i];
+    for (int i = blockIdx.z; i < tile_count; i = next_tile(tiles, i + gridDim.z, gridDim.z, tile_count)) {
+        if (i > int(blockIdx.z)) tile = tiles[i], adapter = lora[target * tile_count + i];
         int columns = min(COLUMNS, adapter.rank - j0);
-        for (int row = 0; columns > 0 && row < tiles[i].y; row += ROWS) {
-            int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
+        for (int row = 0; columns > 0 && row < tile.y; row += ROWS) {
+            int row0 = tile.x + row, count = min(ROWS, tile.y - row);
             if (!whole) multiply_plainly(row0, count, adapter, columns);
             else if (columns <= 8) multiply(row0, count, adapter, Constant<1>());
             else if (columns <= 16) multiply(row0, count, adapter, Constant<2>());

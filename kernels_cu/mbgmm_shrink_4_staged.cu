@@ -1,6 +1,6 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
 // arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), unused ones (0 rows) last. A is in pages
+//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
 // map: a block owns tiles, a target and a split, 64 rows and 128 columns of A at a time; a warp 16 rows and half of the
 //      columns
 // new here: for many rows: a number of A serves 64 rows instead of 16, through shared memory, to which x and A are on their
@@ -103,7 +103,7 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
         copies_wait<0>();
         __syncthreads();  // the ring is read before the next product fills it
     };
-    for (int i = blockIdx.x; i < tile_count && tiles[i].y > 0; i += gridDim.x)
+    for (int i = blockIdx.x; (i = next_tile(tiles, i, gridDim.x, tile_count)) < tile_count; i += gridDim.x)
         for (int row = 0; row < tiles[i].y; row += ROWS)
             for (int j = 0; j < lora[target * tile_count + i].rank; j += COLUMNS)
                 multiply(tiles[i].x + row, min(ROWS, tiles[i].y - row), lora[target * tile_count + i], j);
