@@ -17,22 +17,24 @@ def add_parser(commands: Subparsers) -> None:
         help="serve thousands of adapters from one page pool and check every answer",
         description="Registers many adapters of the toy model that comes with slora_ref, sends a burst to a "
         "pool that holds a few dozen, and checks each answer against the dense model with that adapter merged.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--adapters", type=int, default=defaults.adapters, help="adapters to register")
-    parser.add_argument("--requests", type=int, default=defaults.requests, help="requests to send")
-    parser.add_argument("--pool-pages", type=int, default=defaults.pool_pages, help="pages of the pool")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of words, popularity and arrivals")
+    default = "(default: %(default)s)"
+    parser.add_argument("--adapters", type=int, default=defaults.adapters, help=f"adapters to register {default}")
+    parser.add_argument("--requests", type=int, default=defaults.requests, help=f"requests to send {default}")
+    parser.add_argument("--pool-pages", type=int, default=defaults.pool_pages, help=f"pages of the pool {default}")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help=f"of words, popularity and arrivals {default}")
     parser.add_argument("--rate", type=float, help="requests a second; without it, all come at once")
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the model runs")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default=defaults.dtype, help="of all numbers")
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help=f"where the model runs {default}")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float64"], default=defaults.dtype, help=f"of all numbers {default}"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the pool (needs the extra `plots`)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; 1 if an answer is wrong."""
+    """Runs the demo; 1 if a check failed: an answer, the share right by the rule, or the largest logit error."""
     options = DemoOptions(
         adapters=args.adapters,
         requests=args.requests,
@@ -42,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     screen = Screen(args.json)
-    report = run_demo(options, screen.say, screen.draw if screen.is_terminal else None, args.plot)
+    report = run_demo(options, screen.say, screen.live, args.plot)
     if args.json:
         print_json(report.as_json())
     else:
         screen.say(report.table())
-    return 1 if report.wrong else 0
+    return 1 if report.failed else 0

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
+import os
 import shutil
 import sys
 from typing import Any
 
+from slora_ref.demo.watch import ADAPTER_MARK, FREE_MARK, KV_MARK, Draw
+
 # argparse's type for what `add_subparsers` returns has no public name.
 Subparsers = Any
+
+PLAIN_MARKS = {KV_MARK: "#", ADAPTER_MARK: "=", FREE_MARK: "."}
 
 
 class Screen:
@@ -24,27 +31,24 @@ class Screen:
         self._live = False
 
     @property
-    def is_terminal(self) -> bool:
-        """Whether a live line can be drawn."""
-        return self._stream.isatty()
+    def live(self) -> Draw | None:
+        """Draws the live line; None where there is no terminal to draw it on."""
+        return self._draw if self._stream.isatty() else None
 
     def say(self, line: str) -> None:
-        """Prints a line, below the live line if there is one."""
-        if self._live:
-            print(file=self._stream)
-            self._live = False
-        print(line, file=self._stream, flush=True)
+        """Prints a line in the place of the live line, if there is one."""
+        start = "\r\x1b[K" if self._live else ""
+        self._live = False
+        print(f"{start}{line}", file=self._stream, flush=True)
 
-    def draw(self, line: str) -> None:
-        """Draws the live line over the last one."""
-        columns = shutil.get_terminal_size().columns
-        print(f"\r\x1b[K{line[: columns - 1]}", end="", file=self._stream, flush=True)
+    def _draw(self, line: Any) -> None:
+        print(f"\r\x1b[K{line(shutil.get_terminal_size().columns)}", end="", file=self._stream, flush=True)
         self._live = True
 
 
 def print_json(fields: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout; numbers that JSON cannot hold become null."""
-    print(json.dumps(_finite(fields), ensure_ascii=False))
+    """One JSON object on one line of stdout, in ASCII; numbers that JSON cannot hold become null."""
+    print(json.dumps(_finite(fields)))
 
 
 def _finite(value: Any) -> Any:
@@ -53,3 +57,26 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_anywhere() -> None:
+    """From here on stdout takes any text: what its encoding does not have becomes a plain mark or `?`."""
+    codecs.register_error("slora_ref.plain", _plain)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="slora_ref.plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """What codecs ask for: the replacement for the characters that cannot be encoded, and where to go on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end]
+    return "".join(PLAIN_MARKS.get(character, "?") for character in lost), error.end
+
+
+def give_up_stdout() -> None:
+    """What is still to be written goes nowhere: stdout cannot take it, and Python would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

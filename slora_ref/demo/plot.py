@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +16,74 @@ from slora_ref.pager.census import FREE, KV
 from slora_ref.shapes import Array, Int
 
 # Told apart in grey too: dark, middle, light.
-KV_COLOUR, FREE_COLOUR = "#1b4f72", "#f4f6f7"
-ADAPTER_COLOURS = ("#f5b041", "#eb984e", "#f8c471", "#dc7633", "#fad7a0")
+KV_COLOUR, FREE_COLOUR, EDGE_COLOUR = "#1b4f72", "#f4f6f7", "#85929e"
+ADAPTER_COLOURS = ("#f0a030", "#e08a3c", "#e5984e", "#d0701c", "#e6ab5a")
+COLOURS = (FREE_COLOUR, KV_COLOUR, *ADAPTER_COLOURS)
 
 
 def check_plot(path: Path) -> None:
     """Raises ConfigError before anything runs if the picture could not be drawn."""
+    folder = path.resolve().parent
     if path.suffix != ".svg":
         raise ConfigError(f"--plot {path}: the picture is an SVG file, so its name must end in .svg")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.resolve().parent}")
+    if not folder.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--plot {path}: the file cannot be written there")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install slora_ref[plots]")
+        raise ConfigError(
+            "--plot needs matplotlib: pip install 'slora_ref[plots]', or in a checkout pip install -e '.[plots]'"
+        )
 
 
 def plot_pool(watch: PoolWatch, path: Path) -> None:
-    """Draws both pictures side by side. The same run gives the same bytes."""
+    """Draws both pictures side by side. The same run gives the same bytes; the digest of what is drawn goes with them.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     with mpl.rc_context({"svg.hashsalt": "slora_ref", "font.size": 9, "svg.fonttype": "path"}):
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         pages, history = figure.subplots(1, 2, width_ratios=(1, 1.25))
         _draw_pages(pages, watch.fullest)
         _draw_history(history, watch)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        swatches = [
+            Patch(facecolor=ADAPTER_COLOURS[0], label="adapter weights (left: shades tell neighbours apart)"),
+            Patch(facecolor=KV_COLOUR, label="keys and values"),
+            Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label="free"),
+        ]
+        figure.legend(handles=swatches, loc="outside lower center", ncols=3, frameon=False)
+        try:
+            figure.savefig(path, format="svg", metadata={"Date": None, "Identifier": drawn_digest(watch)})
+        except OSError as error:
+            raise ConfigError(f"--plot {path}: {error.strerror or error}") from error
+
+
+def drawn_digest(watch: PoolWatch) -> str:
+    """SHA-256 of the numbers that are drawn: tells whether a picture is of this run, whatever drew it."""
+    usages = [(usage.adapter, usage.kv, usage.free) for usage in watch.occupancy.usages]
+    numbers = b"".join(np.ascontiguousarray(part, "<i8").tobytes() for part in (page_image(watch.fullest), usages))
+    return "sha256:" + hashlib.sha256(numbers).hexdigest()
 
 
 def _draw_pages(axes: Any, owners: Int[Array, " pages"]) -> None:
-    from matplotlib.colors import ListedColormap
+    """The pages as rectangles with sharp edges: viewers smooth pixels into colours that the legend does not have."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
 
-    colours = ListedColormap([FREE_COLOUR, KV_COLOUR, *ADAPTER_COLOURS])
-    axes.imshow(
-        page_image(owners), cmap=colours, vmin=0, vmax=1 + len(ADAPTER_COLOURS), aspect="auto", interpolation="none"
-    )
+    image = page_image(owners)
+    for kind, colour in enumerate(COLOURS):
+        corners = stretches(image, kind)
+        if len(corners):
+            codes = np.tile([Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY], len(corners))
+            outline = Outline(corners.reshape(-1, 2), codes)
+            # the edge, a tenth of a page, closes the seams that smoothing leaves between neighbours
+            axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor=colour, linewidth=0.3, joinstyle="miter"))
+    axes.set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
     axes.set_title(f"one pool of {len(owners):,} pages, when sequences held most")
     axes.set_xlabel("page (100 a line)")
     axes.set_ylabel("line")
@@ -56,10 +91,11 @@ def _draw_pages(axes: Any, owners: Int[Array, " pages"]) -> None:
 
 def _draw_history(axes: Any, watch: PoolWatch) -> None:
     usages = watch.occupancy.usages
-    steps = np.arange(len(usages))
-    layers = [[usage.adapter for usage in usages], [usage.kv for usage in usages], [usage.free for usage in usages]]
-    labels = ["adapter weights (shades: different adapters)", "keys and values", "free"]
-    axes.stackplot(steps, layers, colors=[ADAPTER_COLOURS[0], KV_COLOUR, FREE_COLOUR], labels=labels, step="post")
+    edges = np.arange(1, len(usages) + 2) - 0.5  # step n from n - 1/2 to n + 1/2; steps are counted from 1
+    adapter, used = np.array([(u.adapter, u.adapter + u.kv) for u in usages]).reshape(-1, 2).T
+    axes.stairs(adapter, edges, fill=True, color=ADAPTER_COLOURS[0])
+    axes.stairs(used, edges, baseline=adapter, fill=True, color=KV_COLOUR)
+    axes.stairs([len(watch.fullest)] * len(used), edges, baseline=used, fill=True, color=FREE_COLOUR)
     axes.set_title(f"the same pool over {len(usages)} steps")
     axes.set_xlabel("step")
     axes.set_ylabel("pages")
@@ -67,8 +103,18 @@ def _draw_history(axes: Any, watch: PoolWatch) -> None:
 
 
 def page_image(owners: Int[Array, " pages"], columns: int = 100) -> Int[Array, "rows columns"]:
-    """Line by line, a colour number a page: 0 free, 1 keys and values, above adapters; the rest is free."""
+    """Line by line, a colour number a page: 0 free, 1 keys and values, above adapters; -1 after the last page."""
     kinds = np.where(owners == FREE, 0, np.where(owners == KV, 1, 2 + owners % len(ADAPTER_COLOURS)))
-    image = np.zeros((-(-len(kinds) // columns), columns), np.int32)
+    image = np.full((-(-len(kinds) // columns), columns), -1, np.int32)
     image.ravel()[: len(kinds)] = kinds
     return image
+
+
+def stretches(image: Int[Array, "rows columns"], kind: int) -> Int[Array, "stretches 5 2"]:
+    """A closed rectangle (x, y) around each stretch of neighbours of one kind in a row."""
+    found = []
+    for row, line in enumerate(image):
+        changes = np.flatnonzero(np.diff(line == kind, prepend=False, append=False)).tolist()
+        for start, end in zip(changes[::2], changes[1::2], strict=True):
+            found.append([(start, row), (end, row), (end, row + 1), (start, row + 1), (start, row)])
+    return np.array(found, np.int32).reshape(-1, 5, 2)

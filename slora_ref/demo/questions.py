@@ -7,9 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from slora_ref.toy import TASKS, held_out_words, prompt
+from slora_ref.toy.words import LENGTHS
 
 POPULARITY = 0.3
 """Exponent of the power law over the names: small is skewed, 1 is uniform (the paper's alpha)."""
+LONGEST_ANSWER = 32
+"""Most tokens of an answer."""
+LONGEST_PROMPT = prompt("z" * max(LENGTHS))
+"""A prompt as long as any that is drawn: the model has a token for each character."""
 
 
 @dataclass(frozen=True)

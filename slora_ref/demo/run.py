@@ -4,70 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slora_ref.config import EngineConfig
+from slora_ref.demo.options import DemoOptions, check_pool
 from slora_ref.demo.plot import check_plot, plot_pool
-from slora_ref.demo.questions import Question, adapter_names, draw_questions
+from slora_ref.demo.questions import LONGEST_ANSWER, Question, adapter_names, draw_questions
 from slora_ref.demo.report import DemoReport, summarize
-from slora_ref.demo.verify import Verifier
-from slora_ref.demo.watch import PoolWatch
+from slora_ref.demo.verify import Verdict, Verifier
+from slora_ref.demo.watch import Draw, PoolWatch
 from slora_ref.engine import Completion, Engine
-from slora_ref.errors import ConfigError
 from slora_ref.request import SamplingParams
 from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER
 
 Say = Callable[[str], None]
-LONGEST_ANSWER = 32
 MOST_RESIDENT = 48
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """What `demo` can be told.
-
-    Args:
-        adapters: names to register.
-        requests: how many are sent.
-        pool_pages: pages of the pool; the default holds a few dozen adapters beside the sequences.
-        seed: of words, popularity and arrivals.
-        rate: requests a second; None: all at once.
-        dtype: of weights, activations and pool.
-    """
-
-    adapters: int = 2000
-    requests: int = 256
-    pool_pages: int = 7000
-    seed: int = 0
-    rate: float | None = None
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError with the value."""
-        for name in ("adapters", "requests", "pool_pages"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be 0 or above")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise ConfigError(f"rate is {self.rate}; it must be a number of requests a second above 0")
-
-
-def run_demo(options: DemoOptions, say: Say, draw: Say | None = None, plot: Path | None = None) -> DemoReport:
+def run_demo(options: DemoOptions, say: Say, draw: Draw | None = None, plot: Path | None = None) -> DemoReport:
     """Serves the demo's requests.
 
     Args:
         say: takes lines about what happens.
-        draw: takes a picture of the pool each time it changes (a live bar); None: no live picture.
+        draw: takes the live line (the pool, then the answers checked); None: there is none.
         plot: an SVG file to draw the pool's history into; needs matplotlib.
 
     Raises:
-        RequestError, ConfigError: the pool is too small for one of the requests; nothing was served.
+        ConfigError: the pool could not hold the largest request, or the picture could not be drawn; nothing was served.
     """
     if plot is not None:
         check_plot(plot)
     names = adapter_names(options.adapters)
+    check_pool(options.pool_pages, {task for _, task in names})
     engine = _engine(options)
     started = time.perf_counter()
     for name, task in names:
@@ -83,8 +52,7 @@ def run_demo(options: DemoOptions, say: Say, draw: Say | None = None, plot: Path
     if plot is not None:
         plot_pool(watch, plot)
         say(f"drew the pool into {plot}")
-    verifier = Verifier(MODEL_FOLDER)
-    verdicts = [verifier.check(done, ADAPTERS_FOLDER / q.task) for done, q in zip(completions, questions, strict=True)]
+    verdicts = _check(questions, completions, draw)
     return summarize(engine, questions, completions, verdicts, watch, seconds)
 
 
@@ -118,3 +86,19 @@ def _serve(engine: Engine, questions: list[Question], watch: PoolWatch) -> list[
                 done[news.request_id] = news.completion
         watch.sample(len(done))
     return [done[request_id] for request_id in ids]
+
+
+def _check(questions: list[Question], completions: list[Completion], draw: Draw | None) -> list[Verdict]:
+    """The verdict on every answer."""
+    verifier = Verifier(MODEL_FOLDER, LONGEST_ANSWER)
+    verdicts: list[Verdict] = []
+    for question, completion in zip(questions, completions, strict=True):
+        verdicts.append(verifier.check(completion, ADAPTERS_FOLDER / question.task))
+        line = f"checked {len(verdicts)}/{len(questions)} answers"
+        if draw is not None:
+            draw(partial(_cut, line))
+    return verdicts
+
+
+def _cut(line: str, columns: int) -> str:
+    return line[: columns - 1]
