@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
+from slora_ref.cli.folders import TOY, model_folder
 from slora_ref.cli.output import Subparsers, print_json
 from slora_ref.config import EngineConfig
+from slora_ref.config.fields import show
 from slora_ref.engine import Completion, Engine
-from slora_ref.errors import RequestError
+from slora_ref.errors import RequestError, UnknownAdapter
 from slora_ref.request import FinishReason, SamplingParams
-from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER, TASKS
+from slora_ref.toy import ADAPTERS_FOLDER, TASKS
 
-TOY = "toy"
+SHOWN_NAMES = 20
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -22,7 +24,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate text with one adapter or the base model",
-        description="Generates from one prompt. Example: slora-ref generate --model toy --use reverse-word --prompt hello=",
+        description="Generates from one prompt. "
+        "Example: slora-ref generate --model toy --use reverse-word --prompt hello=",
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="checkpoint folder, or `toy` for the model inside slora_ref"
@@ -53,7 +56,11 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates; 1 if the request ended by an error."""
+    """Generates.
+
+    Raises:
+        RequestError: the request ended by an error, since its input or its adapter is bad.
+    """
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -66,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
         keep_logits=args.save_logits is not None,
     )
     prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
-    folder = MODEL_FOLDER if args.model == TOY else Path(args.model)
-    engine = Engine.from_pretrained(folder, EngineConfig(device=args.device, max_running=1))
+    engine = Engine.from_pretrained(model_folder(args.model), EngineConfig(device=args.device, max_running=1))
     adapter = _register(engine, args)
     done = _stream(engine, prompt, params, adapter, quiet=args.json)
     if args.save_logits is not None and done.logits:
@@ -82,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
                 "error": done.error,
             }
         )
-    elif done.error is not None:
-        print(f"error: {done.error}")
-    return 1 if done.finish_reason is FinishReason.ERROR else 0
+    if done.finish_reason is FinishReason.ERROR:
+        raise RequestError(done.error or "the request ended by an error")
+    return 0
 
 
 def _ids(text: str) -> list[int]:
@@ -97,7 +103,11 @@ def _ids(text: str) -> list[int]:
 
 
 def _register(engine: Engine, args: argparse.Namespace) -> str | None:
-    """Registers the adapters that were named and returns the one to use."""
+    """Registers the adapters that were named and returns the one to use.
+
+    Raises:
+        RequestError: it is not clear which to use. UnknownAdapter: there is none of that name; says which there are.
+    """
     if args.model == TOY:
         for task in TASKS:
             engine.add_adapter(task, ADAPTERS_FOLDER / task)
@@ -112,7 +122,16 @@ def _register(engine: Engine, args: argparse.Namespace) -> str | None:
         raise RequestError(f"{len(given)} adapters given ({', '.join(given)}): say which with --use NAME")
     if args.use is None:
         return given[0] if given else None
+    if args.use not in engine.adapters:
+        raise UnknownAdapter(f"no adapter is registered as {show(args.use)}; {_known(engine.adapters)}")
     return str(args.use)
+
+
+def _known(names: list[str]) -> str:
+    if not names:
+        return "none is registered: add it with --adapter NAME=DIR"
+    more = ", ..." if len(names) > SHOWN_NAMES else ""
+    return f"known: {', '.join(names[:SHOWN_NAMES])}{more}"
 
 
 def _stream(

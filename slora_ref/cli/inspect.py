@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from slora_ref.adapter import AdapterHeader, read_header
 from slora_ref.checkpoint import check_checkpoint
+from slora_ref.cli.folders import model_folder
 from slora_ref.cli.output import Subparsers, print_json
 from slora_ref.config import TARGETS, ModelConfig
-from slora_ref.errors import AdapterError, CheckpointError
+from slora_ref.config.fields import read_json, show
+from slora_ref.errors import AdapterError, CheckpointError, TokenizerError
 from slora_ref.pager import AdapterShape, PageLayout
+from slora_ref.tokenizer import Tokenizer
 
 ITEMSIZE = 4  # of the float32 pool of this version
+UNREAD = "values not read: NaN in the weights is found when they are loaded"
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -24,32 +27,63 @@ def add_parser(commands: Subparsers) -> None:
         help="what a checkpoint or adapter folder is, or why it is refused",
         description="Reads configuration and headers, no weights. An adapter is checked against its base model.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint folder or a PEFT adapter folder")
+    parser.add_argument(
+        "folder", metavar="DIR", help="a checkpoint folder or a PEFT adapter folder, or `toy` for the model inside"
+    )
     parser.add_argument(
         "--model",
-        type=Path,
         metavar="DIR",
-        help="base model of the adapter; default: base_model_name_or_path if it is a folder",
+        help="base model of the adapter, or `toy`; default: base_model_name_or_path if it is a folder",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the folder is."""
-    if (args.folder / "adapter_config.json").exists():
-        facts = _adapter_facts(args.folder, args.model)
-    elif (args.folder / "config.json").exists():
-        facts = _model_facts(args.folder)
+    """Prints what the folder is.
+
+    Raises:
+        CheckpointError, UnsupportedModel, AdapterError, UnsupportedAdapter, TokenizerError: it would be refused.
+    """
+    folder = model_folder(args.folder)
+    refusal = None
+    if _has(folder, "adapter_config.json"):
+        facts = _adapter_facts(folder, args.model)
+    elif _has(folder, "config.json"):
+        facts = _model_facts(folder)
+        facts["tokenizer"], refusal = _tokenizer(folder)
     else:
-        raise CheckpointError(f"{args.folder} has neither config.json nor adapter_config.json")
+        raise CheckpointError(f"{show(str(folder))} has neither config.json nor adapter_config.json")
+    facts["weights"] = UNREAD
     if args.json:
         print_json(facts)
     else:
         width = max(map(len, facts))
         for name, value in facts.items():
             print(f"{name.replace('_', ' '):<{width}}  {_text(value)}")
+    if refusal is not None:
+        raise refusal
     return 0
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether the folder has such a file; raises CheckpointError where there is no folder or it may not be read."""
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {show(str(folder))}")
+        return (folder / name).exists()
+    except OSError as error:
+        raise CheckpointError(f"{show(str(folder))} cannot be read: {error.strerror or error}") from error
+
+
+def _tokenizer(folder: Path) -> tuple[str, TokenizerError | None]:
+    """What the folder's tokenizer is, and why it would be refused."""
+    if not _has(folder, "tokenizer.json"):
+        return "none: prompts are token ids", None
+    try:
+        return f"{Tokenizer.from_folder(folder).size:,} tokens", None
+    except TokenizerError as refusal:
+        return f"refused: {refusal}", refusal
 
 
 def _text(value: Any) -> str:
@@ -86,9 +120,9 @@ def _model_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _adapter_facts(folder: Path, model: Path | None) -> dict[str, Any]:
+def _adapter_facts(folder: Path, model: str | None) -> dict[str, Any]:
     """The facts of an adapter; raises as registering it would."""
-    base = model if model is not None else _base_folder(folder)
+    base = model_folder(model) if model is not None else _base_folder(folder)
     config = ModelConfig.from_folder(base)
     header = read_header(folder, config)
     layout = PageLayout(config)
@@ -121,10 +155,15 @@ def _targets(header: AdapterHeader) -> dict[str, Any]:
 
 def _base_folder(folder: Path) -> Path:
     """The base model that the adapter's own config names, if it is a folder here."""
-    try:
-        named = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise AdapterError(f"{folder / 'adapter_config.json'} cannot be read: {error}") from error
-    if isinstance(named, str) and (Path(named) / "config.json").exists():
+    named = read_json(folder / "adapter_config.json", AdapterError).get("base_model_name_or_path")
+    if isinstance(named, str) and _is_model(named):
         return Path(named)
-    raise AdapterError(f"the adapter's base model, {named!r}, is no folder here: name it with --model DIR")
+    raise AdapterError(f"the adapter's base model, {show(named)}, is no folder here: name it with --model DIR")
+
+
+def _is_model(name: str) -> bool:
+    """Whether the text, which a stranger wrote, names a checkpoint folder."""
+    try:
+        return (Path(name) / "config.json").is_file()
+    except (OSError, ValueError):  # too long, or no path at all
+        return False

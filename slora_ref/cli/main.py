@@ -6,7 +6,6 @@ Exit codes: 0, all went well; 1, a check failed; 2, bad arguments or bad input.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,6 +15,8 @@ from slora_ref.cli.bench import add_parser as add_bench
 from slora_ref.cli.demo import add_parser as add_demo
 from slora_ref.cli.generate import add_parser as add_generate
 from slora_ref.cli.inspect import add_parser as add_inspect
+from slora_ref.cli.output import give_up_stdout, print_anywhere
+from slora_ref.config.fields import show
 from slora_ref.errors import SloraError
 
 COMMANDS = (add_demo, add_generate, add_inspect, add_bench)
@@ -35,18 +36,31 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Seq[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    args = parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
+    print_anywhere()
+    name = "slora-ref"
     try:
-        code = run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            args = parser().parse_args(argv)
+            name = f"slora-ref {args.command}"
+            run: Callable[[argparse.Namespace], int] = args.run
+            return run(args)
+        finally:  # also after --help
+            sys.stdout.flush()
     except SloraError as error:
-        print(f"slora-ref {args.command}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"slora-ref {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_stdout()
         return 141
+    except OSError as error:  # a full disk, a folder that may not be read
+        give_up_stdout()
+        print(f"{name}: error: {_about(error)}", file=sys.stderr)
+        return 2
+
+
+def _about(error: OSError) -> str:
+    where = "" if error.filename is None else f"{show(str(error.filename))}: "
+    return f"{where}{error.strerror or error}"
