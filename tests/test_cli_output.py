@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_cli import outcome
 
+from slora_ref.cli.bench import BENCHES
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -40,6 +42,29 @@ def test_a_full_disk_is_one_line(command: str) -> None:
     assert done.returncode == 2
     assert b"No space left on device" in done.stderr
     assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "progress"),
+    [
+        ("demo --adapters 40 --requests 5", ["done 5/5", "checked 1/5 answers", "checked 5/5 answers"]),
+        ("demo --adapters 40 --requests 5 --json", ["done 5/5", "checked 5/5 answers"]),
+        ("bench host", ["measuring ...", "2 measured"]),
+    ],
+)
+def test_a_terminal_sees_that_work_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, progress: list[str]
+) -> None:
+    """And the line that says so is gone at the end."""
+    monkeypatch.setitem(BENCHES, "host", lambda say: [say("one"), say("two")])
+    stream = sys.stderr if "--json" in command else sys.stdout
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    code, *texts = outcome(capsys, command)
+    text = texts["--json" in command]
+    assert code == 0
+    for words in progress:
+        assert words in text
+    assert not text.rpartition("\x1b[K")[2].startswith(("checked", "2 measured"))
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(

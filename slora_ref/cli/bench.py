@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """
     on_gpu = args.what in ON_GPU
     if on_gpu and importlib.util.find_spec("cupy") is None:
-        raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install slora_ref[cuda12], or [cuda13]")
-    rows = BENCHES[args.what](Screen(args.json).say)
+        raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
+    screen = Screen(args.json)
+    rows = BENCHES[args.what](_busy(screen))
+    screen.clear()
     if args.json:
         print_json(
             {
@@ -64,3 +66,19 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     return 0
+
+
+def _busy(screen: Screen) -> Say:
+    """`say` with a live line below it, on a terminal: how many lines there are so far, and that it goes on."""
+    if screen.live is None:
+        return screen.say
+    draw, said = screen.live, 0
+
+    def say(line: str) -> None:
+        nonlocal said
+        screen.say(line)
+        said += 1
+        draw(lambda columns: f"{said} measured, measuring on ..."[: columns - 1])
+
+    draw(lambda columns: "measuring ..."[: columns - 1])
+    return say

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     )
     screen = Screen(args.json)
     report = run_demo(options, screen.say, screen.live, args.plot)
+    screen.clear()
     if args.json:
         print_json(report.as_json())
     else:

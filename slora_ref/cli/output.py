@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from slora_ref.demo.watch import ADAPTER_MARK, FREE_MARK, KV_MARK, Draw
@@ -37,11 +38,16 @@ class Screen:
 
     def say(self, line: str) -> None:
         """Prints a line in the place of the live line, if there is one."""
-        start = "\r\x1b[K" if self._live else ""
-        self._live = False
-        print(f"{start}{line}", file=self._stream, flush=True)
+        self.clear()
+        print(line, file=self._stream, flush=True)
 
-    def _draw(self, line: Any) -> None:
+    def clear(self) -> None:
+        """Takes the live line away."""
+        if self._live:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+        self._live = False
+
+    def _draw(self, line: Callable[[int], str]) -> None:
         print(f"\r\x1b[K{line(shutil.get_terminal_size().columns)}", end="", file=self._stream, flush=True)
         self._live = True
 
