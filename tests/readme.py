@@ -6,6 +6,8 @@ demo's output, times and rates are masked for that, since they are another machi
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slora_ref.demo import DemoOptions, run_demo
+from slora_ref.demo.report import DENSE
 from slora_ref.toy import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +27,23 @@ HOST = ROOT / "slora_ref" / "bench" / "results" / "HOST-CPU.json"
 def demo_output() -> str:
     """The last part of what `make demo` prints; draws the picture of the pool on the way."""
     report = run_demo(DemoOptions(), print, plot=PICTURE)
-    return "```\n" + report.table()[report.table().index("What happened") :] + "\n```"
+    table = report.table()
+    return "```\n" + table[table.index("What happened") : table.index(DENSE)].rstrip() + "\n```"
+
+
+def example() -> str:
+    """The README's own Python block."""
+    found = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(found) == 1, "README.md must have one block of Python"
+    return str(found[0])
+
+
+def example_output() -> str:
+    """What the README's Python block prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example(), "README.md", "exec"), {"__name__": "readme_example"})
+    return "prints\n```\n" + printed.getvalue().rstrip() + "\n```"
 
 
 def host_table() -> str:
@@ -32,10 +51,12 @@ def host_table() -> str:
     result = json.loads(HOST.read_text(encoding="utf-8"))
     machine = result["machine"]
     rows = ["| host work, without the model | size | median |", "| --- | --- | ---: |"]
+    allocations = [row for row in result["rows"] if row["operation"] == "allocate"]
+    pages, pools = allocations[0]["pages"], ", ".join(f"{row['pool_pages']:,}" for row in allocations)
+    times = ", ".join(f"{row['us']:.1f}" for row in allocations)
+    rows.append(f"| allocate {pages:,} pages | pools of {pools} pages | {times} us |")
     for row in result["rows"]:
-        if row["operation"] == "allocate":
-            rows.append(f"| allocate {row['pages']:,} pages | pool of {row['pool_pages']:,} pages | {row['us']:.1f} us |")
-        else:
+        if row["operation"] == "step":
             size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['pool_pages']:,} pages"
             rows.append(f"| policy, scheduler, allocator, tables: one step | {size} | {row['us']:.0f} us |")
     where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, NumPy {machine['numpy']}"
@@ -47,7 +68,12 @@ def task_list() -> str:
     return ", ".join(f"{task.name} (rank {task.rank})" for task in TASKS.values())
 
 
-PARTS: dict[str, Callable[[], str]] = {"demo": demo_output, "host": host_table, "tasks": task_list}
+PARTS: dict[str, Callable[[], str]] = {
+    "demo": demo_output,
+    "host": host_table,
+    "answers": example_output,
+    "tasks": task_list,
+}
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -55,6 +81,13 @@ def filled(text: str, name: str, content: str) -> str:
     part = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
     assert len(part.findall(text)) == 1, f"README.md must have the part {name} once"
     return part.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+
+
+def picture_digest() -> str:
+    """What the committed picture says of the numbers that it was drawn from."""
+    found = re.findall(r"sha256:[0-9a-f]{64}", PICTURE.read_text(encoding="utf-8"))
+    assert len(found) == 1, f"{PICTURE} must name the digest of its numbers once: run python tests/readme.py"
+    return str(found[0])
 
 
 def masked(text: str) -> str:

@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 import readme
 
+from slora_ref.cli.main import parser
+
 ROOT = Path(__file__).parents[1]
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", readme.PARTS)
-def test_a_generated_part_is_up_to_date(name: str) -> None:
-    """`python tests/readme.py` makes it so."""
-    before = readme.PICTURE.read_bytes()
+def test_a_generated_part_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`python tests/readme.py` makes it so. The picture too: it names the digest of the numbers that are drawn."""
+    committed = readme.picture_digest()
+    monkeypatch.setattr(readme, "PICTURE", tmp_path / "pool.svg")
     fresh = readme.filled(TEXT, name, readme.PARTS[name]())
-    readme.PICTURE.write_bytes(before)  # its bytes may differ from one matplotlib to the next
     assert readme.masked(fresh) == readme.masked(TEXT)
+    if name == "demo":  # its bytes may differ from one matplotlib to the next, the numbers may not
+        assert readme.picture_digest() == committed
 
 
 def test_a_stale_number_is_seen() -> None:
@@ -42,5 +46,19 @@ def test_the_table_names_every_module() -> None:
 
 def test_the_first_screen_has_what_a_visitor_needs() -> None:
     first = "\n".join(TEXT.splitlines()[:60])
-    for needed in ("pool.svg", "make demo", "answers checked", "make test"):
+    for needed in ("pool.svg", "make demo", "answers checked", "make test", "| paper |", "1,000 pages", "one step"):
         assert needed in first
+
+
+def test_the_example_shows_adapters_at_work() -> None:
+    """The README's Python block runs as it stands, and each adapter's answer is its own."""
+    assert "upper GARDEN\nmirror " in readme.example_output()
+    assert "None garden" in readme.example_output()
+
+
+def test_the_commands_are_those_there_are() -> None:
+    commands = re.findall(r"^\.venv/bin/slora-ref (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        parser().parse_args(command.split())
+    assert not re.search(r"(?<!bin/)slora-ref (?!bench)\w", TEXT)  # it is on no one's PATH

@@ -123,8 +123,7 @@ class DemoReport:
             ),
             ("adapter already in the pool", f"for {self.adapter_hits:,} requests"),
             ("waited for their adapter", f"the other {self.adapter_waits:,}; those that wait together share one load"),
-            ("adapters loaded", f"{self.adapter_loads:,} times ({megabytes:.1f} MB)"),
-            ("adapters evicted", f"{self.evictions:,} times, to make room"),
+            ("adapters loaded", f"{self.adapter_loads:,} times ({megabytes:.1f} MB), evicted {self.evictions:,} times"),
             ("requests preempted", f"{self.preemptions:,}"),
         ]
 
