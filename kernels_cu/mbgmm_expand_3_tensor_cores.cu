@@ -18,6 +18,9 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
     SHARED(Num, t_tile, [ROWS * RANKS]);  // [ranks / 8][rows][8]
     SHARED(float, up, [ROWS]);            // what the sums of a row are multiplied with
     launch_dependents();
+    int start = blockIdx.y;
+    if (tiles[start].y == 0) start = next_tile(tiles, start + gridDim.y, gridDim.y, tile_count);
+    if (start >= tile_count && blockIdx.x + blockIdx.y > 0) return;  // one block without work that waits is enough
     Run run = find_run(blockIdx.x, RUN, {d_out0, d_out1, d_out2}, width);
     int lane = threadIdx.x % 32, g = lane / 4, own = run.chunk + threadIdx.x / 32 * 4, pieces = pieces_of(run.length, width);
     bool whole = whole_chunks(pages, width, page_stride) && run.length % NUMS16 == 0 && aligned16(y + run.column) &&
@@ -73,7 +76,7 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
         }
         __syncthreads();  // t_tile is read before the next one is written
     };
-    for (int i = blockIdx.y; (i = next_tile(tiles, i, gridDim.y, tile_count)) < tile_count; i += gridDim.y) {
+    for (int i = start; i < tile_count; i = next_tile(tiles, i + gridDim.y, gridDim.y, tile_count)) {
         Lora adapter = lora[run.target * tile_count + i];
         for (int row = 0; row < tiles[i].y; row += ROWS) {
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
@@ -86,5 +89,5 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
                 else multiply(row0, count, adapter, j, Constant<4>());
         }
     }
-    if (blockIdx.x + blockIdx.y == 0) wait_for_previous();  // one block without work that waits is enough
+    wait_for_previous();
 }

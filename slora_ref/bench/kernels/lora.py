@@ -90,7 +90,7 @@ class LoraProjection:
         self.layers = min(32, pool.size // (layer_pages * self.stride))
         launches = min(MOST_LAUNCHES, -(-ROTATED_BYTES // case.bytes_moved))
         self.sets_count = max(1, min(-(-launches // self.layers), layer_pages // needed))
-        self.count = max(launches, 4) if self.sets_count * self.layers >= launches else self.sets_count * self.layers
+        self.count = min(max(launches, 4), self.sets_count * self.layers)
         storage = pool[: self.layers * layer_pages * self.stride].reshape(self.layers, layer_pages, self.stride)
         self.storage = storage[:, :, : case.width]
         self.tables = self._lay_out(layer_pages, pieces)
