@@ -35,6 +35,11 @@ def test_an_ascii_terminal_gets_plain_marks() -> None:
     assert b"#===." in done.stdout
 
 
+def test_a_closed_stdout_is_no_traceback() -> None:
+    done = shell("SLORA generate --model toy --prompt abc= >&-")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 @pytest.mark.parametrize("command", ["generate --model toy --prompt abc=", "generate --help", "inspect toy --json"])
 def test_a_full_disk_is_one_line(command: str) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from slora_ref.demo.watch import ADAPTER_MARK, FREE_MARK, KV_MARK, Draw
@@ -68,6 +69,8 @@ def _finite(value: Any) -> Any:
 def print_anywhere() -> None:
     """From here on stdout takes any text: what its encoding does not have becomes a plain mark or `?`."""
     codecs.register_error("slora_ref.plain", _plain)
+    if sys.stdout is None:  # the shell closed it: `>&-`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  it stays open to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="slora_ref.plain")
 
