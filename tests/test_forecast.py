@@ -143,6 +143,47 @@ def test_prefill_keeps_its_sequences_alive(mode: str) -> None:
     assert forecast.peak(sequences) == peak
 
 
+def test_decoding_takes_rows_from_a_prompt() -> None:
+    """Three that decode leave 2 rows of 5, so a prompt of 8 takes 4 steps; by then the three hold 13 each."""
+    forecast = forecast_of(max_running=4, max_batched_tokens=5)
+    assert forecast.peak([*(a_sequence(10, 5) for _ in range(3)), a_sequence(8, 1, computed=0)]) == 3 * 13 + 8
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Sequence:
+    """Decoding, or with part of its prompt to be computed."""
+    prompt, max_tokens = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    if draw(st.booleans()):
+        return a_sequence(prompt, max_tokens, computed=draw(st.integers(0, prompt - 1)))
+    return a_sequence(prompt, max_tokens, generated=draw(st.integers(0, max_tokens - 1)))
+
+
+@given(options=modes(), running=st.lists(sequences(), max_size=4), waits=st.lists(sequences(), min_size=1, max_size=3))
+@settings(max_examples=200)
+def test_a_claim_that_starts_never_needs_more_than_was_kept_for_it(
+    options: dict[str, Any], running: list[Sequence], waits: list[Sequence]
+) -> None:
+    """Or a request might not fit when its adapter comes, though nobody but those who were let pass is there."""
+    forecast = forecast_of(**options)
+    for claim in waits:
+        claim.computed = 0
+    assert forecast.peak([*running, waits[0]], waits[1:]) <= forecast.peak(running, waits)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_each_claim_may_need_a_step_of_prefill_of_its_own(chunked: bool) -> None:
+    """Two prompts of 5 fit into one step of 10, but the claim's comes later. Nothing is kept for it in vain, either."""
+    forecast = forecast_of(max_running=4, max_batched_tokens=10, separate_prefill=True, chunked_prefill=chunked)
+    long, ends, prompt, claim = (a_sequence(*shape) for shape in ((10, 9), (10, 1), (5, 4), (5, 1)))
+    prompt.computed = claim.computed = 0
+    before = forecast.peak([long, ends, prompt], [claim])
+    assert before == 12 + 10 + 7 + 5  # in the third step: two of prefill, one in which `ends` generates its token
+    prompt.computed = 5
+    prompt.tokens.append(1)
+    assert forecast.peak([long, ends, prompt], [claim]) <= before
+    assert forecast.peak([long, ends, prompt, claim]) <= before
+
+
 def test_a_claim_counts_in_full_whenever_it_starts() -> None:
     """Together from now on they would hold 9 + 5 tokens at most: the claim would be over before the other is long."""
     running, claim = a_sequence(1, 10), a_sequence(5, 1, computed=0)
