@@ -18,7 +18,7 @@ MOST = (1 << 31) - 1
 
 def check_whole(error: type[SloraError], name: str, value: Any, low: int, high: int = MOST) -> None:
     """Raises `error` unless `value` is a whole number from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise error(f"{name} is {value!r:.60}; it must be a whole number, at least {low} and at most {high}")
 
 
