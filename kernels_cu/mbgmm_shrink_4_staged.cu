@@ -81,7 +81,8 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
         };
         for (int stage = 1 - STAGES; begin + stage * slabs * SLAB < end; stage++) {
             if (stage >= 0) copies_wait<STAGES - 2>();
-            if (stage >= 0) __syncthreads();  // this stage's copies have landed; the place of the one before has been read
+            // This stage's copies have landed; the place of the one before, or of the product before, has been read.
+            if (stage >= 0 || stage == 1 - STAGES) __syncthreads();
             fetch(stage + STAGES - 1);
             for (int slab = 0; stage >= 0 && slab < slabs && begin + (stage * slabs + slab) * SLAB < end; slab++) {
                 const uint4* from = ring + stage % STAGES * STAGE + slab * height * SLAB;
@@ -101,7 +102,6 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
                 if (row < count && i < share && j + i * 8 + 1 < columns) to[i * 8 + 1] = sums[i][k + 1];
             }
         copies_wait<0>();
-        __syncthreads();  // the ring is read before the next product fills it
     };
     for (int i = blockIdx.x; (i = next_tile(tiles, i, gridDim.x, tile_count)) < tile_count; i += gridDim.x)
         for (int row = 0; row < tiles[i].y; row += ROWS)

@@ -31,6 +31,56 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (target == targets) return;", ""),
         ("row < tile.x + tile.y", "row <= tile.x + tile.y"),
     ],
+    "mbgmv_shrink_2_warp": [
+        ("if (j >= adapter.rank) return;", ""),
+        ("sum = warp_sum(sum);", ""),
+    ],
+    "mbgmv_shrink_3_in_flight": [
+        ("__syncthreads();  // x_part is written before all warps multiply with it", ""),
+        ("__syncthreads();  // x_part is read before the next pass overwrites it", ""),
+        ("x_part[32 * u + lane]", "x_part[32 * u + (lane ^ 1)]"),
+    ],
+    "mbgmv_expand_2_vector": [
+        ("__syncthreads();  // t_row is written before all threads multiply with it", ""),
+        ("t_row[j] = 0;", ""),
+    ],
+    "mbgmv_expand_3_in_flight": [
+        ("__syncthreads();  // t_row is written before all threads multiply with it", ""),
+        ("__syncthreads();  // the sums are written before the lower half adds them", ""),
+        ("if (!active || group > 0) return;", "if (!active) return;"),
+        ("bool active = at.count > 0,", "bool active = true,"),
+    ],
+    "mbgmm_shrink_2_rows": [
+        ("if (lane == 0 && m < count)", "if (lane == 0)"),
+        ("row < tile.y; row += ROWS", "row < ROWS; row += ROWS"),
+    ],
+    "mbgmm_shrink_3_tensor_cores": [
+        ("__syncthreads();  // all warps' parts are written before they are added", ""),
+        ("if (row + 8 < count && j < adapter.rank)", "if (j < adapter.rank)"),
+        ("row = i % 32 / 4;", "row = i % 32 / 8;"),
+    ],
+    "mbgmm_shrink_4_staged": [
+        ("if (stage >= 0 || stage == 1 - STAGES) __syncthreads();", ""),
+        ("if (row < count && i < share && j + i * 8 < columns)", "if (i < share && j + i * 8 < columns)"),
+        ("min(COLUMNS, adapter.rank - j0)", "COLUMNS"),
+    ],
+    "mbgmm_expand_2_rows": [
+        ("if (m < count) *to", "*to"),
+        ("if (target == targets || tile.y == 0) return;", ""),
+    ],
+    "mbgmm_expand_3_tensor_cores": [
+        ("__syncthreads();  // t_tile and up are written before all warps read them", ""),
+        ("if (row < count && of_y[r % 2].count)", "if (of_y[r % 2].count)"),
+        ("pair_up(b[k]);", ";"),
+    ],
+    "mbgmm_expand_4_staged": [
+        ("__syncthreads();  // t_tile and up are written before all warps read them", ""),
+        ("__syncthreads();  // this stage's copies have landed; the place of the one before, or of t_tile, has been read", ""),
+        ("__syncwarp();  // the warp's part of y is complete before its lanes write it out, 16 bytes each", ""),
+        ("__syncthreads();  // the ring is read before the next product fills it", ""),
+        ("if (row < count && c < chunks)", "if (c < chunks)"),
+        ("min(my_row + k * STEP, ranks - 1)", "min(my_row + k * STEP, 0)"),
+    ],
     "paged_attention_decode_1_naive": [
         ("__syncthreads();  // scores are written before any thread reads them", ""),
         ("__syncthreads();  // scores are read before the next ones are written", ""),

@@ -103,12 +103,14 @@ SMALL_LORA = LoraShape(
     gap=3,
 )
 WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
+LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column than a warp has in flight
+TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
 
 
 def fixed_cases(operation: str, dtype: str) -> list[Case]:
     """A few small cases with every kind of edge. A mutant is caught if any of them fails."""
     if operation.startswith("mbgm"):
-        return [cases.lora_case(operation, dtype, 1, shape) for shape in (SMALL_LORA, WIDE_LORA)]
+        return [cases.lora_case(operation, dtype, 1, shape) for shape in (SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA)]
     table: dict[str, Callable[[], list[Case]]] = {
         "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],
         "paged_attention_decode": lambda: [
