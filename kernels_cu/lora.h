@@ -1,8 +1,15 @@
 // What the fast rungs of the LoRA kernels share: vectors in pages, 16 bytes at a time.
-// A vector (a column of A, a row of B) is cut into pieces of `width` numbers, a page each, and a piece into chunks of NUMS16
+// A vector (a column of A, a row of B) is cut into pieces of `width` numbers, a page each, and a piece into chunks of
+// NUMS16
 // numbers: one load. The last chunk of a piece or of the vector may be ragged, and then is read number by number.
 #pragma once
 
+// Blocks that must fit a multiprocessor. Before sm_90 the same kernels take more registers; one block has enough of them.
+#if ON_DEVICE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int RESIDENT = 1;
+#else
+constexpr int RESIDENT = 2;
+#endif
 HELPER int pieces_of(int length, int width) {
     if (width >= length) return 1;  // saves a division, which takes as long as a read from L2
     return ceil_div(length, width);
@@ -63,14 +70,16 @@ HELPER void store_nums(Num* to, uint4 v, int count) {
 HELPER void copy16(uint4* shared, const Num* from, bool wanted) {
 #if ON_DEVICE
     asm volatile("{.reg .pred p; setp.eq.s32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}"
-                 :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(from), "r"(int(wanted)) : "memory");
+                 :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(from),
+                         "r"(int(wanted)) : "memory");
 #else
     copy_async16(shared, from, wanted ? 16 : 0);
 #endif
 }
 // Where a chunk of a row lies in a slab of shared memory, 8 chunks a row: 8 neighbouring rows in different banks.
 HELPER int place(int row, int chunk) { return row * 8 + (chunk ^ (row & 7)); }
-template <int N> struct Constant { static constexpr int VALUE = N; };  // a number that a lambda can take at compile time
+// A number that a lambda can take at compile time
+template <int N> struct Constant { static constexpr int VALUE = N; };
 
 HELPER float4 load_four(const float* from, int count) {  // four numbers, of which count matter; none: zeros
 #if ON_DEVICE
@@ -99,7 +108,8 @@ HELPER void load8_once(unsigned (&to)[2], const Num* from, bool wanted) {
 HELPER void store8(Num* to, const unsigned (&v)[2]) {
     *reinterpret_cast<int2*>(to) = {static_cast<int>(v[0]), static_cast<int>(v[1])};
 }
-// Four numbers of each of four ranks -> for each of the four numbers: ranks 0 and 1 in a word, ranks 2 and 3 in another.
+// Four numbers of each of four ranks -> for each of the four numbers: ranks 0 and 1 in a word, ranks 2 and 3 in
+// another.
 HELPER void pair_up(unsigned (&b)[4][2]) {
     const unsigned w[4][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}, {b[2][0], b[2][1]}, {b[3][0], b[3][1]}};
 #pragma unroll
@@ -108,11 +118,14 @@ HELPER void pair_up(unsigned (&b)[4][2]) {
         b[q / 2][q % 2] = q / 2 % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
     }
 }
-// t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each row
-// divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. All 256 threads.
+// t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each
+// row
+// divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. All 256
+// threads.
 // load(from, count): up to four numbers, zeros beyond count.
 template <class Load>
-HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int count, int tall, int ranks, int deep, int row_stride,
+HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int count, int tall, int ranks, int deep,
+        int row_stride,
                     int splits, long long split_stride, float scale) {
     int wide = deep <= 32 ? 8 : deep <= 64 ? 16 : 32, j = threadIdx.x % wide * 4;  // threads of a row; four ranks each
     for (int first = threadIdx.x / wide; first < tall; first += 512 / wide) {      // two rows at a time
@@ -135,7 +148,8 @@ HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int co
         for (int k = 0; k < 2; k++) {
             int row = first + k * 256 / wide;
             float largest = 0;
-            for (int i = 0; i < 4; i++) sums[k][i] = j + i < ranks ? sums[k][i] : 0, largest = fmaxf(largest, fabsf(sums[k][i]));
+            for (int i = 0; i < 4; i++) sums[k][i] = j + i < ranks ? sums[k][i] : 0, largest = fmaxf(largest,
+                    fabsf(sums[k][i]));
             for (int step = wide / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
             int power = largest > 0 ? ilogbf(largest) : 0;
             float down = ldexpf(1.0f, -power);
@@ -176,8 +190,10 @@ HELPER int count_runs(int size, const int (&d_out)[3], int width) {
 }
 
 // The expand of rows row0 .. and a run of chunks, number by number: where numbers do not come in eights.
-HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* page_table, Lora adapter, Run run, int size,
-                           int row0, int count, int rows, int width, int targets, int t_columns, int splits, int y_stride,
+HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* page_table, Lora adapter, Run run,
+        int size,
+                           int row0, int count, int rows, int width, int targets, int t_columns, int splits,
+                                   int y_stride,
                            int page_stride) {
     wait_for_previous();
     for (int i = threadIdx.x; i < count * size * NUMS16; i += blockDim.x) {
@@ -194,7 +210,8 @@ HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* 
     }
 }
 
-// The first entry from i on, in steps, that has rows; tile_count or more: none. All lanes of a warp look, 32 entries at a time.
+// The first entry from i on, in steps, that has rows; tile_count or more: none. All lanes of a warp look, 32 entries at
+// a time.
 HELPER int next_tile(const int2* tiles, int i, int step, int tile_count) {
     for (; i < tile_count; i += 32 * step) {
         int mine = i + static_cast<int>(threadIdx.x % 32) * step, found = mine;

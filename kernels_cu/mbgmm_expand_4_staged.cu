@@ -1,11 +1,11 @@
 // computes: y[row] += scale t[row] B for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
-//         splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora;
-//         tiles [tiles] of (first row, rows), 0 rows: nothing to do. B is in pages
-// map: a block owns tiles and RUN chunks of 16 bytes of one target's part of y, 64 rows of y and 128 of B at a time; a warp
-//      16 rows of y and half of a stage's chunks
-// new here: for many rows: a block keeps t in registers for all of its columns, while B and y are on their way to shared
-//           memory three stages ahead; t is read a quarter as often, and whole 128 bytes of a row of y at a time
+// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32,
+//         whose splits are added here; pages [.., width]; page_table of page ids; lora [targets, tiles] of Lora; tiles
+//         [tiles] of (first row, rows), 0 rows: nothing to do. B is in pages
+// map: a block owns tiles and RUN chunks of 16 bytes of one target's part of y, 64 rows of y and 128 of B at a time; a
+//      warp 16 rows of y and half of a stage's chunks
+// new here: for many rows: a block keeps t in registers for all of its columns, while B and y are on their way to
+//           shared memory three stages ahead; t is read a quarter as often, and whole 128 bytes of a row of y at a time
 // limits: none; no float32. t is rounded to the pages' type, after a power of two that brings its row's largest below 2
 #include "device.h"
 #include "lora.h"
@@ -14,7 +14,7 @@ constexpr int WARPS = 8, ROWS = 64, RANKS = 128, STAGES = 4, SLAB = 8, RUN = 128
 constexpr int STAGE = (ROWS + RANKS) * SLAB, STEP = 32 * WARPS / SLAB;  // chunks of a stage; rows of a copy
 constexpr int TILES = SLAB / 2;                                         // chunks of a stage that a warp owns
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_table, const Lora* lora,
                       const int2* tiles, int tile_count, int rows, int d_out0, int d_out1, int d_out2, int width,
                       int targets, int t_columns, int splits, int y_stride, int page_stride) {
@@ -52,10 +52,13 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
         wait_for_previous();
         for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage, true), copies_commit();
 
-        Num* t_tile = reinterpret_cast<Num*>(ring + (STAGES - 1) * STAGE);  // for now in the last stage: [deep / 8][ROWS][8]
+        // For now in the last stage: [deep / 8][ROWS][8]
+        Num* t_tile = reinterpret_cast<Num*>(ring + (STAGES - 1) * STAGE);
         float* up = reinterpret_cast<float*>(t_tile + ROWS * RANKS);        // and behind it: [ROWS]
-        stage_t(load_four, t_tile, up, t + (static_cast<long long>(row0) * targets + run.target) * t_columns + j0, count, ROWS,
-                ranks, deep, targets * t_columns, splits, static_cast<long long>(rows) * targets * t_columns, adapter.scale);
+        stage_t(load_four, t_tile, up, t + (static_cast<long long>(row0) * targets + run.target) * t_columns + j0,
+                count, ROWS,
+                ranks, deep, targets * t_columns, splits, static_cast<long long>(rows) * targets * t_columns,
+                        adapter.scale);
         __syncthreads();  // t_tile and up are written before all warps read them
         unsigned a[RANKS / 16][4];
 #pragma unroll
@@ -65,7 +68,7 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
 
         for (int stage = 0; stage * SLAB < chunks; stage++) {
             copies_wait<STAGES - 2>();
-            __syncthreads();  // this stage's copies have landed; the place of the one before, or of t_tile, has been read
+            __syncthreads();  // this stage's copies have landed; the former one's place, or t_tile's, has been read
             fetch(stage + STAGES - 1, false), fetch(stage + STAGES - 1, true), copies_commit();
             uint4* slab = ring + stage % STAGES * STAGE;
             float sums[TILES][4] = {};
@@ -100,7 +103,8 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
             Lora adapter = lora[run.target * tile_count + i];
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
             if (!whole && adapter.rank)
-                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets, t_columns, splits,
+                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets,
+                        t_columns, splits,
                                y_stride, page_stride);
             for (int j = 0; whole && j < adapter.rank; j += RANKS) multiply(row0, count, adapter, j);
         }

@@ -1,6 +1,6 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
 // map: a block owns a tile, a target and a split; a warp every fourth column of A, a lane every 32nd number of it
 // new here: a number of A that was read serves ROWS rows before it is forgotten, so A is read once for each ROWS rows
 // limits: none; columns of t beyond the rank are left as they are

@@ -1,11 +1,11 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
-// map: a block owns tiles, 16 rows at a time, a target, 64 columns of A and a split; a warp an eighth of the split; in a step
-//      a lane owns a chunk of 16 bytes of 2 rows of x and of up to 8 columns of A
-// new here: products by tensor cores, whose operands go from memory straight to registers: the order of a sum's terms is
-//           free, so a lane's 8 neighbouring numbers serve two products. 8 loads of A are in flight, and no barrier until
-//           the warps' parts are added
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
+// map: a block owns tiles, 16 rows at a time, a target, 64 columns of A and a split; a warp an eighth of the split; in
+//      a step a lane owns a chunk of 16 bytes of 2 rows of x and of up to 8 columns of A
+// new here: products by tensor cores, whose operands go from memory straight to registers: the order of a sum's terms
+//           is free, so a lane's 8 neighbouring numbers serve two products. 8 loads of A are in flight, and no barrier
+//           until the warps' parts are added
 // limits: none; no float32; columns of t beyond the rank are left as they are
 #include "device.h"
 #include "lora.h"
@@ -24,12 +24,16 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
     int2 tile = tiles[blockIdx.z];  // both at once, ahead of all else: what follows waits for them
     Lora adapter = lora[target * tile_count + blockIdx.z];
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width), steps = ceil_div(chunks, 4);
-    int share = ceil_div(steps, splits * WARPS), begin = (split * WARPS + warp) * share, end = min(begin + share, steps);
-    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
+    int share = ceil_div(steps, splits * WARPS), begin = (split * WARPS + warp) * share, end = min(begin + share,
+            steps);
+    bool whole = whole_chunks(pages, width,
+            page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
 
-    auto multiply_plainly = [&](int row0, int count, Lora adapter, int columns) {  // where numbers do not come in eights
+    // Where numbers do not come in eights
+    auto multiply_plainly = [&](int row0, int count, Lora adapter, int columns) {
         for (int pair = threadIdx.x; pair < count * columns; pair += 32 * WARPS) {
-            int row = row0 + pair / columns, j = j0 + pair % columns, last = min((split + 1) * ceil_div(d_in, splits), d_in);
+            int row = row0 + pair / columns, j = j0 + pair % columns, last = min((split + 1) * ceil_div(d_in,
+                    splits), d_in);
             float sum = 0;
             for (int k = split * ceil_div(d_in, splits); k < last; k++) {
                 const Num* column = page_at(pages, page_table[adapter.a + j * pieces + k / width], page_stride);
@@ -49,7 +53,8 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
                 Chunk at = chunk_at(min((first + s) * 4 + lane % 4, chunks - 1), d_in, width);
 #pragma unroll
                 for (int i = 0; i < TILES; i++)
-                    page[s][i] = page_table[adapter.a + min(j0 + i * 8 + lane / 4, adapter.rank - 1) * pieces + at.piece];
+                    page[s][i] = page_table[adapter.a + min(j0 + i * 8 + lane / 4,
+                            adapter.rank - 1) * pieces + at.piece];
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
@@ -61,7 +66,8 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
                     b[s][i] = load16_once(page_at(pages, page[s][i], page_stride) + at.offset, wanted);
 #pragma unroll
                 for (int k = 0; k < 2; k++)
-                    a[s][k] = load16_once(page_at(x, row0 + min(lane / 4 + 8 * k, count - 1), x_stride) + at.index, wanted);
+                    a[s][k] = load16_once(page_at(x, row0 + min(lane / 4 + 8 * k, count - 1), x_stride) + at.index,
+                            wanted);
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {

@@ -1,10 +1,10 @@
 // computes: t[row] = x[row] A for every target of a group and every row of a tile, whose rows share one adapter
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, tiles] of Lora; tiles [tiles] of (first row, rows), 0 rows: nothing to do. A is in pages
 // map: a block owns tiles, a target and a split, 64 rows and 128 columns of A at a time; a warp 16 rows and half of the
 //      columns
-// new here: for many rows: a number of A serves 64 rows instead of 16, through shared memory, to which x and A are on their
-//           way three stages ahead of the products
+// new here: for many rows: a number of A serves 64 rows instead of 16, through shared memory, to which x and A are on
+//           their way three stages ahead of the products
 // limits: none; no float32; columns of t beyond the rank are left as they are
 #include "device.h"
 #include "lora.h"
@@ -24,40 +24,42 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
     unsigned lane = threadIdx.x % 32;
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width);
     int part = ceil_div(ceil_div(chunks, splits), SLAB) * SLAB, begin = split * part, end = min(begin + part, chunks);
-    int my_row = threadIdx.x / SLAB, my_chunk = threadIdx.x % SLAB;  // what this thread copies of each slab: every STEPth row
-    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
+    // What this thread copies of each slab: every STEPth row
+    int mine = threadIdx.x / SLAB, my_chunk = threadIdx.x % SLAB;
+    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0;
 
     auto multiply = [&](int row0, int count, Lora adapter, int j0) {  // `count` rows, columns j0 ..
         int columns = min(COLUMNS, adapter.rank - j0), share = 1, slabs = 1;  // tiles of 8 columns of a warp
         while (share * 16 < columns) share *= 2;
         int height = ROWS + share * 16;
         while (2 * slabs * height <= ROWS + COLUMNS) slabs *= 2;
+        const int* ids = page_table + adapter.a + j0 * pieces;
         int piece = -1, page[COLUMNS / STEP];  // of this thread's columns of A, at that piece
         auto fetch = [&](int stage) {
-            uint4* to = ring + stage % STAGES * STAGE + place(my_row, my_chunk);
+            uint4* to = ring + stage % STAGES * STAGE + place(mine, my_chunk);
             int first = begin + stage * slabs * SLAB;
             for (int slab = 0; slab < slabs && first < end; slab++, first += SLAB, to += height * SLAB) {
                 Chunk at = chunk_at(first + my_chunk, d_in, width);
                 if (first + my_chunk >= end) at = Chunk{0, 0, 0, 0};
-                if (at.piece != piece) {
-                    piece = at.piece;
-#pragma unroll
-                    for (int k = 0; k < COLUMNS / STEP; k++)
-                        page[k] = page_table[adapter.a + min(j0 + my_row + k * STEP, adapter.rank - 1) * pieces + piece];
-                }
-#pragma unroll
-                for (int k = 0; k < ROWS / STEP; k++)
-                    if (whole && my_row + k * STEP < count)
-                        copy16(to + k * STEP * SLAB, page_at(x, row0 + my_row + k * STEP, x_stride) + at.index, at.count > 0);
 #pragma unroll
                 for (int k = 0; k < COLUMNS / STEP; k++)
-                    if (whole && my_row + k * STEP < columns)
-                        copy16(to + (ROWS + k * STEP) * SLAB, page_at(pages, page[k], page_stride) + at.offset, at.count > 0);
+                    if (at.piece != piece) page[k] = ids[min(mine + k * STEP, columns - 1) * pieces + at.piece];
+                piece = at.piece;
+#pragma unroll
+                for (int k = 0; k < ROWS / STEP; k++)
+                    if (whole && mine + k * STEP < count)
+                        copy16(to + k * STEP * SLAB, page_at(x, row0 + mine + k * STEP, x_stride) + at.index, at.count);
+#pragma unroll
+                for (int k = 0; k < COLUMNS / STEP; k++)
+                    if (whole && mine + k * STEP < columns)
+                        copy16(to + (ROWS + k * STEP) * SLAB, page_at(pages, page[k], page_stride) + at.offset,
+                               at.count);
 #pragma unroll 1
-                for (int i = my_row; !whole && i < max(count, columns); i += STEP) {
-                    const Num* column = page_at(pages, page_table[adapter.a + min(j0 + i, adapter.rank - 1) * pieces + piece], page_stride);
-                    if (i < count) to[(i - my_row) * SLAB] = load_nums(page_at(x, row0 + i, x_stride) + at.index, at.count);
-                    if (i < columns) to[(ROWS + i - my_row) * SLAB] = load_nums(column + at.offset, at.count);
+                for (int i = mine; !whole && i < max(count, columns); i += STEP) {
+                    const Num* row = page_at(x, row0 + i, x_stride) + at.index;
+                    const Num* column = page_at(pages, ids[min(i, columns - 1) * pieces + piece], page_stride);
+                    if (i < count) to[(i - mine) * SLAB] = load_nums(row, at.count);
+                    if (i < columns) to[(ROWS + i - mine) * SLAB] = load_nums(column + at.offset, at.count);
                 }
             }
             copies_commit();
@@ -73,7 +75,8 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
                     load_matrices<false>(a[k], slab + top * SLAB + place(lane % 16, half * 4 + k * 2 + lane / 16));
 #pragma unroll
                 for (int i = 0; i < decltype(constant)::VALUE; i++) {
-                    load_matrices<false>(b, slab + (ROWS + (first + i) * 8) * SLAB + place(lane % 8, half * 4 + lane / 8));
+                    load_matrices<false>(b, slab + (ROWS + (first + i) * 8) * SLAB + place(lane % 8,
+                            half * 4 + lane / 8));
                     mma_16x8x16(sums[i], a[0], {b[0], b[1]});
                     mma_16x8x16(sums[i], a[1], {b[2], b[3]});
                 }

@@ -1,6 +1,7 @@
 // computes: y[row] += scale t[row] B for every target of a group, B of the row's own adapter at its own rank
-// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
-//         splits are added here; pages [.., width]; page_table of page ids; lora [targets, rows] of Lora. B is in pages
+// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32,
+//         whose splits are added here; pages [.., width]; page_table of page ids; lora [targets, rows] of Lora. B is in
+//         pages
 // map: a block owns a row and blockDim chunks of 16 bytes of one target's part of y, a thread one of them
 // new here: 16 bytes a load instead of one number, and t is read once a block instead of once a thread
 // limits: none; at most three targets; a row of rank 0 is neither read nor written

@@ -1,10 +1,11 @@
 // computes: y[row] += scale t[row] B for every target of a group, B of the row's own adapter at its own rank
-// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32, whose
-//         splits are added here; pages [.., width]; page_table of page ids; lora [targets, rows] of Lora. B is in pages
-// map: a block owns a row and 128, 64 or 32 chunks of 16 bytes of one target's part of y (the grid says which); so 1, 2 or
-//      4 groups of its threads share the ranks, and a thread owns a chunk
-// new here: 8 or 16 loads of 16 bytes a thread are in flight, the first before the shrink has ended; groups help where rows
-//           are few. Ranks are summed in CLASSES, j mod CLASSES, in one order however many groups there are
+// arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32,
+//         whose splits are added here; pages [.., width]; page_table of page ids; lora [targets, rows] of Lora. B is in
+//         pages
+// map: a block owns a row and 128, 64 or 32 chunks of 16 bytes of one target's part of y (the grid says which); so 1, 2
+//      or 4 groups of its threads share the ranks, and a thread owns a chunk
+// new here: 8 or 16 loads of 16 bytes a thread are in flight, the first before the shrink has ended; groups help where
+//           rows are few. Ranks are summed in CLASSES, j mod CLASSES, in one order however many groups there are
 // limits: none; at most three targets; a row of rank 0 is neither read nor written
 #include "device.h"
 #include "lora.h"

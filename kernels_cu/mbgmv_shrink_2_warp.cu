@@ -1,8 +1,9 @@
 // computes: t[row] = x[row] A for every target of a group, A of the row's own adapter at its own rank, in float32
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, rows] of Lora. A is in pages: see Lora in device.h
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, rows] of Lora. A is in pages: see Lora in device.h
 // map: a block owns four columns of a row's A and a split, a warp one of them, a lane every 32nd number
-// new here: neighbouring lanes read neighbouring numbers, so a read of 32 bytes from memory brings 16 that are used, not 1
+// new here: neighbouring lanes read neighbouring numbers, so a read of 32 bytes from memory brings 16 that are used,
+//           not 1
 // limits: none; columns of t beyond the rank are left as they are
 #include "device.h"
 

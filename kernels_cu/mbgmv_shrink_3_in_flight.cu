@@ -1,7 +1,8 @@
 // computes: t[row] = x[row] A for every target of a group, A of the row's own adapter at its own rank, in float32
-// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids;
-//         lora [targets, rows] of Lora. A is in pages: see Lora in device.h
-// map: a block owns four columns of A in some rows, and a split; a warp one of them, a lane every 32nd chunk of 16 bytes
+// arrays: t [splits, rows, targets, t_columns] float32; x [rows, d_in]; pages [.., width]; page_table of page ids; lora
+//         [targets, rows] of Lora. A is in pages: see Lora in device.h
+// map: a block owns four columns of A in some rows, and a split; a warp one of them, a lane every 32nd chunk of 16
+//      bytes
 // new here: 16 loads of 16 bytes are in flight before the first is used, 256 bytes a lane instead of 2; x is read from
 //           memory once a block. Nothing branches between the loads, or they would wait for each other
 // limits: none; columns of t beyond the rank are left as they are
@@ -19,11 +20,13 @@ mbgmv_shrink_3_in_flight(float* t, const Num* x, const Num* pages, const int* pa
     int target = blockIdx.z, split = 0, lane = threadIdx.x % 32, first_column = blockIdx.x * WARPS;
     if (splits > 1) split = target / targets, target -= split * targets;
     Lora adapter = lora[target * rows + blockIdx.y];
-    int rank = 0, step = gridDim.y;  // rank: of the lane's of the next 32 rows of this block; most may have nothing to do here
+    // Rank: of the lane's of the next 32 rows of this block; most may have nothing to do here
+    int rank = 0, step = gridDim.y;
     if (step < rows) rank = lora[target * rows + min(blockIdx.y + lane * step, rows - 1)].rank;
     int pieces = pieces_of(d_in, width), per_piece = ceil_div(width, NUMS16), chunks = chunks_of(d_in, width);
     int part = splits > 1 ? ceil_div(chunks, splits) : chunks, begin = split * part, end = min(begin + part, chunks);
-    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0 &&
+    bool whole = whole_chunks(pages, width,
+            page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0 &&
                  (pieces == 1 || per_piece >= 32);
 
     auto shrink = [&](int row) {
@@ -43,7 +46,8 @@ mbgmv_shrink_3_in_flight(float* t, const Num* x, const Num* pages, const int* pa
             }
 #pragma unroll
             for (int u = 0; u < LOADS; u++)
-                weights[u] = load16_once(page_at(pages, page[u], page_stride) + offset[u], first + 32 * u + lane < last);
+                weights[u] = load16_once(page_at(pages, page[u], page_stride) + offset[u],
+                        first + 32 * u + lane < last);
 #pragma unroll
             for (int u = 0, i = threadIdx.x; u < LOADS / WARPS; u++, i += 32 * WARPS)
                 inputs[u] = load16_once(from + (first + i) * NUMS16, first + i < end);
