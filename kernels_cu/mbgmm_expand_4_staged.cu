@@ -68,7 +68,7 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
 
         for (int stage = 0; stage * SLAB < chunks; stage++) {
             copies_wait<STAGES - 2>();
-            __syncthreads();  // this stage's copies have landed; the former one's place, or t_tile's, has been read
+            __syncthreads();  // this stage's copies have landed; the former one's place, or t_tile's, is read
             fetch(stage + STAGES - 1, false), fetch(stage + STAGES - 1, true), copies_commit();
             uint4* slab = ring + stage % STAGES * STAGE;
             float sums[TILES][4] = {};

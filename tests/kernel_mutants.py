@@ -75,7 +75,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "mbgmm_expand_4_staged": [
         ("__syncthreads();  // t_tile and up are written before all warps read them", ""),
-        ("__syncthreads();  // this stage's copies have landed; the former one's place, or t_tile's, has been read", ""),
+        ("__syncthreads();  // this stage's copies have landed; the former one's place, or t_tile's, is read", ""),
         ("__syncwarp();  // the warp's part of y is complete before its lanes write it out, 16 bytes each", ""),
         ("__syncthreads();  // the ring is read before the next product fills it", ""),
         ("if (row < count && c < chunks)", "if (c < chunks)"),
