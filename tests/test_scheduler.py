@@ -547,8 +547,8 @@ def test_a_request_whose_adapter_is_there_counts_as_a_hit() -> None:
 def test_passing_never_delays_a_request_whose_adapter_is_slow() -> None:
     """Class of fault: a waiting request's place is kept only as if it started at once; those that pass outgrow it.
 
-    While the adapter loads, 12 steps, a request of the base model wants to pass. When the adapter is there the two
-    would need 59 + 70 tokens; so it may not pass.
+    The pool holds 120 tokens. The first request comes to hold 59 and its adapter takes as much as 5, so the second, of
+    100, may not pass during the load, short as it is now.
     """
     rig = Rig(240, [5], max_running=4, max_batched_tokens=80)
     rig.loader.polls = {0: 60}
