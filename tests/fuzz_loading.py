@@ -7,7 +7,7 @@ repeated, sizes far too large. Each folder loads right or is refused by a SloraE
 tensors.
 
 Runs outside of pytest, since the shape checks there would be timed too; tests/test_fuzz_loading.py starts it and reads
-the JSON object that it prints: examples, loaded, refused, slowest_s, peak_mb.
+the JSON object that it prints: examples, loaded, refused, slowest_s, peak_mb, grown_mb.
 """
 
 from __future__ import annotations
@@ -228,6 +228,7 @@ def first(table: Any, module: str, general: Any, default: float) -> Any:
 def main(examples: int) -> None:
     """Run so many examples and print what was seen."""
     warnings.simplefilter("ignore")
+    start_mb = peak_bytes() / 1e6
     with tempfile.TemporaryDirectory() as root:
         fuzz = Fuzz(Path(root))
         for start in range(0, examples, BATCH):
@@ -237,6 +238,7 @@ def main(examples: int) -> None:
             gc.collect()
     peak = peak_bytes() / 1e6
     seen = {"loaded": fuzz.loaded, "refused": fuzz.refused, "slowest_s": fuzz.slowest, "peak_mb": peak}
+    seen["grown_mb"] = peak - start_mb
     print(json.dumps({"examples": examples, **seen}))
 
 

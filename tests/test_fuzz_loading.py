@@ -16,12 +16,9 @@ SCRIPT = Path(__file__).with_name("fuzz_loading.py")
 @pytest.mark.parametrize("examples", [400])
 def test_broken_folders_load_right_or_are_refused_with_one_line(examples: int) -> None:
     """A subprocess, as time and memory count; 10,000 examples: python tests/fuzz_loading.py 10000."""
-    runs = [fuzz(examples)]
-    while runs[-1]["peak_mb"] >= 200 and len(runs) < 3:  # a loaded system rounds memory up to huge pages; not each time
-        runs.append(fuzz(examples))
-    seen = runs[-1]
-    assert seen["peak_mb"] < 200, [run["peak_mb"] for run in runs]
-    assert min(run["slowest_s"] for run in runs) < 1.0
+    seen = fuzz(examples)
+    assert seen["grown_mb"] < 120, seen  # over what the interpreter and its libraries hold before the first folder
+    assert seen["slowest_s"] < 1.0
     assert seen["loaded"] > examples / 20, "the fuzz breaks everything, so it tests little"
     assert seen["refused"] > examples / 4
 
