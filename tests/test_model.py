@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_config
 
@@ -289,7 +289,6 @@ def schedules(draw: st.DrawFn) -> tuple[list[tuple[int, int]], list[list[int]], 
 
 
 @given(drawn=schedules())
-@settings(max_examples=80)
 def test_any_schedule_is_one_by_one(drawn: tuple[list[tuple[int, int]], list[list[int]], int]) -> None:
     """Prefill, decode, chunks and preemptions of several adapters, in one batch: each sequence as if it were alone."""
     plan, steps, page_order = drawn
