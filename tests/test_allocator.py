@@ -87,7 +87,7 @@ def free_ids(allocator: PageAllocator) -> list[int]:
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestAllocatorMachine.settings = settings(stateful_step_count=30)
 
 
 @given(pages=st.integers(1, 50), seed=SEEDS)

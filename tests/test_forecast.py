@@ -57,7 +57,7 @@ def arrivals(draw: st.DrawFn, longest: int) -> list[tuple[int, Ask]]:
 
 
 @given(options=modes(), data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=max(150, settings.default.max_examples))
 def test_what_is_forecast_is_never_exceeded(options: dict[str, Any], data: st.DataObject) -> None:
     """Class of fault: a prompt cut into pieces, or a pause, keeps somebody alive longer than lockstep would.
 
@@ -159,7 +159,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
 
 
 @given(options=modes(), running=st.lists(sequences(), max_size=4), waits=st.lists(sequences(), min_size=1, max_size=3))
-@settings(max_examples=200)
+@settings(max_examples=max(200, settings.default.max_examples))
 def test_a_claim_that_starts_never_needs_more_than_was_kept_for_it(
     options: dict[str, Any], running: list[Sequence], waits: list[Sequence]
 ) -> None:

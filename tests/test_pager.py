@@ -257,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestPoolMachine.settings = settings(stateful_step_count=30)
 
 
 def small_pool(dtype: type | None = np.float32, poison: bool = True) -> PagePool:

@@ -433,4 +433,4 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
 
 TestPrefetcherMachine = PrefetcherMachine.TestCase
-TestPrefetcherMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestPrefetcherMachine.settings = settings(stateful_step_count=30)

@@ -217,11 +217,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(stateful_step_count=40)
 
 
 @given(options=rig_options(admission="max_tokens"), wanted=st.lists(asks(4), min_size=1, max_size=30), data=st.data())
-@settings(max_examples=100)
 def test_a_burst_ends_and_what_was_reserved_is_enough(
     options: dict[str, Any], wanted: list[Ask], data: st.DataObject
 ) -> None:

@@ -64,7 +64,6 @@ def rank_tables(draw: st.DrawFn, config: ModelConfig) -> dict[tuple[int, str], i
 
 
 @given(data=st.data(), config=model_configs(), seed=st.integers(0, 99))
-@settings(max_examples=40)
 def test_pages_hold_the_files_a_and_b_in_every_layer(
     data: st.DataObject, config: ModelConfig, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -434,8 +433,8 @@ def test_check_finds_damage(tmp_path: Path, fault: str) -> None:
 class StoreMachine(RuleBasedStateMachine):
     """Names come, go and come back over folders that are rewritten and deleted, with room for two copies in memory.
 
-    Every file has the same size and the same time. A version never has weights from before it was registered. (Where
-    its file is replaced by one of the same size and time before it is loaded, nobody can tell.)
+    Every file has the same size and the same time. A version has the weights that were there when it was registered, or
+    it fails to load.
     """
 
     names = st.sampled_from(["a", "b"])
@@ -522,10 +521,9 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             image = self.store.image(adapter_id)
         except LoadFailed:
-            assert place not in self.written
+            assert self.written.get(place) != self.since[adapter_id], "its file is still the one that was registered"
         else:
-            (number,) = set(np.unique(image)) - {0}
-            assert number >= self.since[adapter_id], "old weights"
+            assert set(np.unique(image)) - {0} == {self.since[adapter_id]}, "other weights than were registered"
 
     @invariant()
     def agrees(self) -> None:
@@ -535,4 +533,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=40, stateful_step_count=25)
+TestStoreMachine.settings = settings(stateful_step_count=25)
