@@ -45,14 +45,14 @@ class ImmediateLoader:
 
     def start(self, adapter_id: int) -> None:
         """Reads, packs and scatters the adapter."""
+        failure: LoadFailed | None = None
         try:
             self._pool.write_adapter(adapter_id, self._store.image(adapter_id))
-        except LoadFailed as failure:
-            self._completed.append((adapter_id, failure))
+        except LoadFailed as error:
+            failure = error
         except Exception as error:  # noqa: BLE001  whatever one adapter's data breaks is the end of its requests alone
-            self._completed.append((adapter_id, LoadFailed(f"adapter {adapter_id} could not be loaded: {error!r}")))
-        else:
-            self._completed.append((adapter_id, None))
+            failure = LoadFailed(f"adapter {adapter_id} could not be loaded: {error!r}")
+        self._completed.append((adapter_id, failure))
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
         """Everything that was started since the last call."""
@@ -88,9 +88,7 @@ class Prefetcher:
     ) -> None:
         self.pool, self.store, self.loader, self.eviction = pool, store, loader, eviction
         self.counts = PrefetchCounts()
-        self._pages: dict[
-            int, int
-        ] = {}  # pages of every adapter that has some, also of one that the store has forgotten
+        self._pages: dict[int, int] = {}  # of every adapter that has pages, also of one that the store has forgotten
         self._loading: set[int] = set()
         self._cancelled: set[int] = set()
         self._idle: OrderedDict[int, None] = OrderedDict()  # resident, not pinned; least recently used first
@@ -184,7 +182,6 @@ class Prefetcher:
             self._set_idle(adapter_id)
             if self.eviction == "eager":
                 self._evict(adapter_id)
-                self.counts.evictions += 1
 
     def _set_idle(self, adapter_id: int) -> None:
         self._idle[adapter_id] = None
@@ -204,7 +201,6 @@ class Prefetcher:
             return False
         while self.pool.free_pages < pages:
             self._evict(next(candidate for candidate in self._idle if candidate not in keep))
-            self.counts.evictions += 1
         return True
 
     def _could_free(self, pages: int, keep: Collection[int]) -> bool:
@@ -219,10 +215,13 @@ class Prefetcher:
         victim = next((candidate for candidate in self._idle if candidate not in keep), None)
         if victim is not None:
             self._evict(victim)
-            self.counts.evictions += 1
         return victim is not None
 
     def _evict(self, adapter_id: int) -> None:
+        self._close_idle(adapter_id)
+        self.counts.evictions += 1
+
+    def _close_idle(self, adapter_id: int) -> None:
         del self._idle[adapter_id]
         self._idle_pages -= self.pages_of(adapter_id)
         self._close(adapter_id)
@@ -237,7 +236,7 @@ class Prefetcher:
         if adapter_id in self._loading:
             self._cancelled.add(adapter_id)
         elif adapter_id in self._idle:
-            self._evict(adapter_id)
+            self._close_idle(adapter_id)  # a removal, not an eviction: nobody wanted its pages
 
     def check(self) -> None:
         """Asserts that residency, pins and pages agree."""

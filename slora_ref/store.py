@@ -180,7 +180,7 @@ def pack(adapter: Adapter, layout: PageLayout, dtype: Any) -> Float[Array, "laye
 
     Column j of A is row j of PEFT's lora_A, row j of B is column j of PEFT's lora_B. The scale stays outside.
     """
-    page_ranks = adapter.header.ranks.max(axis=0)
+    page_ranks = AdapterShape(adapter.header.ranks, adapter.header.scales).page_ranks
     a_start, b_start = layout.starts(page_ranks)
     image = np.zeros((layout.num_layers, layout.adapter_pages(page_ranks), layout.width), dtype)
     for target in range(len(TARGETS)):

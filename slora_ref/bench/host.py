@@ -31,8 +31,8 @@ SHORTEST, LONGEST = 8, 200  # tokens of prompts and of answers
 def bench_host(say: Say, steps: int = 1000) -> list[dict[str, Any]]:
     """All rows: allocation at four pool sizes, and the step at 128 running requests with few and with many adapters.
 
-    The step runs twice: in a pool with room for every sequence, and in one where the pool is the limit, so that each
-    step must forecast the peak for the request at the head of the queue.
+    With many adapters the step is also measured in a pool that is the limit, so that each step must forecast the peak
+    for the request at the head of the queue.
     """
     rows = [_allocation(10**power) for power in (4, 5, 6, 7)]
     for row in rows:

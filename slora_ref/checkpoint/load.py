@@ -62,6 +62,13 @@ def check_tensors(files: TensorFiles, config: ModelConfig, prefix: str) -> None:
         raise UnsupportedModel(f"tensor {show(extra[0])} (of {len(extra)}) has no place in the model of config.json")
 
 
+def checked_prefix(files: TensorFiles, config: ModelConfig) -> str:
+    """What the names of this folder's tensors begin with, after all of them have been checked."""
+    prefix = "model." if any(name.startswith("model.") for name in files) else ""
+    check_tensors(files, config, prefix)
+    return prefix
+
+
 def vocabulary_names(files: TensorFiles, config: ModelConfig, prefix: str) -> list[str]:
     """Embedding and head; of a tied model those of the two that are there, unless both are missing."""
     names = [f"{prefix}embed_tokens.weight", HEAD]
@@ -76,8 +83,7 @@ def load_checkpoint(folder: str | Path, config: ModelConfig, dtype: npt.DTypeLik
     """
     chosen = float_dtype(dtype)
     with TensorFiles(Path(folder)) as files:
-        prefix = "model." if any(name.startswith("model.") for name in files) else ""
-        check_tensors(files, config, prefix)
+        prefix = checked_prefix(files, config)
         embed, head = _embed_and_head(files, config, prefix, chosen)
         layers = tuple(_layer(files, config, f"{prefix}layers.{i}", chosen) for i in range(config.num_layers))
         return ModelWeights(embed, layers, files.merged([f"{prefix}norm.weight"], chosen), head)
@@ -86,8 +92,7 @@ def load_checkpoint(folder: str | Path, config: ModelConfig, dtype: npt.DTypeLik
 def check_checkpoint(folder: str | Path, config: ModelConfig) -> int:
     """Checks names and shapes as load_checkpoint does, from headers alone; the number of parameters the model uses."""
     with TensorFiles(Path(folder)) as files:
-        prefix = "model." if any(name.startswith("model.") for name in files) else ""
-        check_tensors(files, config, prefix)
+        prefix = checked_prefix(files, config)
         used = dict(expected_shapes(config, prefix))
         used |= {name: files.shape(name) for name in vocabulary_names(files, config, prefix)}
         return sum(math.prod(shape) for shape in used.values())

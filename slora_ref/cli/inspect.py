@@ -100,7 +100,6 @@ def _model_facts(folder: Path) -> dict[str, Any]:
     config = ModelConfig.from_folder(folder)
     parameters = check_checkpoint(folder, config)
     layout = PageLayout(config)
-    page_bytes = layout.num_layers * layout.row_stride(ITEMSIZE) * ITEMSIZE
     return {
         "kind": "checkpoint",
         "parameters": parameters,
@@ -114,7 +113,8 @@ def _model_facts(folder: Path) -> dict[str, Any]:
         "rope": config.rope.kind,
         "tied_head": config.tie_word_embeddings,
         "end_tokens": list(config.eos_token_ids),
-        "page": f"{layout.width} numbers in each of {layout.num_layers} layers, {page_bytes:,} bytes in float32",
+        "page": f"{layout.width} numbers in each of {layout.num_layers} layers, "
+        f"{layout.page_bytes(ITEMSIZE):,} bytes in float32",
         "pages_per_token": layout.token_pages(1),
         "has_tokenizer": (folder / "tokenizer.json").exists(),
     }
@@ -126,14 +126,15 @@ def _adapter_facts(folder: Path, model: str | None) -> dict[str, Any]:
     config = ModelConfig.from_folder(base)
     header = read_header(folder, config)
     layout = PageLayout(config)
+    pages = layout.adapter_pages(AdapterShape(header.ranks, header.scales).page_ranks)
     return {
         "kind": "adapter",
         "base_model": str(base),
         "matched": f"{header.matched} of {header.total} modules",
         "dtype": header.dtype,
         "targets": _targets(header),
-        "pages": layout.adapter_pages(AdapterShape(header.ranks, header.scales).page_ranks),
-        "as_many_pages_as_tokens": layout.adapter_pages(header.ranks.max(axis=0)) // layout.token_pages(1),
+        "pages": pages,
+        "as_many_pages_as_tokens": pages // layout.token_pages(1),
         "warnings": list(header.warnings),
     }
 

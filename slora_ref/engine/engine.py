@@ -57,7 +57,7 @@ class Engine(EngineLoop):
         Raises:
             UnknownAdapter: there is no such name.
         """
-        self._forget_if_unused(self.store.remove(name).adapter_id)
+        self._forget_if_unused(self.store.remove(name))
 
     # --- requests ---
 

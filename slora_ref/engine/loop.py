@@ -17,6 +17,7 @@ from slora_ref.prefetch import Prefetcher
 from slora_ref.request import BASE_MODEL, FinishReason
 from slora_ref.scheduler import Scheduler
 from slora_ref.step import Step, Work
+from slora_ref.store import AdapterVersion
 from slora_ref.tokenizer import Tokenizer
 
 
@@ -123,15 +124,13 @@ class EngineLoop:
         sequence = live.sequence
         del self._live[sequence.number]
         if sequence.adapter_id != BASE_MODEL:
-            self.store.release(sequence.adapter_id)
-            self._forget_if_unused(sequence.adapter_id)
+            self._forget_if_unused(self.store.release(sequence.adapter_id))
         rest = live.flush()
         self._news.append(RequestOutput(sequence.number, text=rest, completion=live.completion()))
 
-    def _forget_if_unused(self, adapter_id: int) -> None:
-        version = self.store.version(adapter_id)
+    def _forget_if_unused(self, version: AdapterVersion) -> None:
         if version.removed and not version.users:
-            self.prefetcher.drop(adapter_id)
+            self.prefetcher.drop(version.adapter_id)
             self.store.forget(version)
 
     def check(self) -> None:

@@ -58,6 +58,9 @@ class Scheduler:
                 f"up to {sequence.peak_tokens} tokens may have to be computed in one step, max_batched_tokens is "
                 f"{self.config.max_batched_tokens}: raise it or allow chunked_prefill"
             )
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda other: other.number)
 
     def _pages_alone(self, sequence: Sequence) -> int:
@@ -208,7 +211,7 @@ class Scheduler:
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        insort(self.waiting, sequence, key=lambda other: other.number)
+        self._queue(sequence)
 
     def check(self) -> None:
         """Asserts what must hold between steps."""
