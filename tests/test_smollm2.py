@@ -17,7 +17,7 @@ from slora_ref.request import SamplingParams
 from slora_ref.tokenizer import IncrementalDecoder, Tokenizer
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-RANKS = (4, 8, 16, 32)
+RANKS = (4, 8, 16, 32) * 8
 NEW_TOKENS = 24
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 TEXTS = (
@@ -93,18 +93,18 @@ def test_the_base_model_answers_in_sense(folder: Path) -> None:
 
 
 def test_one_batch_of_adapters_is_peft_one_by_one(folder: Path, model: Any, tmp_path: Path) -> None:
-    """Ranks 4 to 32 on all seven targets and base rows between them, in one batch of the engine."""
+    """32 adapters of ranks 4 to 32 on all seven targets and a base row, in one batch of the engine."""
     from peft import PeftModel
 
     config = ModelConfig.from_folder(folder)
     prompt = Tokenizer.from_folder(folder).encode("Once upon a time, in a small village by the sea, there lived")
     engine = Engine.from_pretrained(folder, EngineConfig(max_length=256))
-    names = [f"rank-{rank}" for rank in RANKS]
-    for rank, name in zip(RANKS, names, strict=True):
-        write_adapter_folder(tmp_path / name, config, rank, TARGETS, seed=rank, sd=0.03, use_rslora=rank == 16)
+    names = [f"rank-{rank}-{seed}" for seed, rank in enumerate(RANKS)]
+    for seed, (rank, name) in enumerate(zip(RANKS, names, strict=True)):
+        write_adapter_folder(tmp_path / name, config, rank, TARGETS, seed=seed, sd=0.03, use_rslora=rank == 16)
         engine.add_adapter(name, tmp_path / name)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, keep_logits=True)
-    answers = engine.generate([prompt] * 5, params, [None, *names])
+    answers = engine.generate([prompt] * (1 + len(names)), params, [None, *names])
     wanted = [greedy(model, prompt)]
     tuned = PeftModel.from_pretrained(model, str(tmp_path / names[0]), adapter_name=names[0]).eval()
     for name in names:

@@ -104,17 +104,15 @@ class NumpyOps:
         Returns:
             [rows, t_width] t, target after target; what lies beyond a segment's own columns is unspecified.
         """
-        targets = list(group.targets)
-        page_ranks = tables.page_rank[:, targets].sum(axis=1)
-        t = np.empty((x.shape[0], int(page_ranks.max(initial=0))), self.dtype)
-        for slot, start, length in _rows_of_adapters(segments):
-            columns = int(page_ranks[slot])
-            if columns:
-                count = columns * -(-x.shape[1] // pages.shape[1])
-                a = self._gather(pages, tables.pages[slot], int(tables.a_start[slot, targets[0]]), count)
-                a = a.reshape(columns, -1)[:, : x.shape[1]]
-                rows = slice(start, start + length)
-                np.matmul(x[rows], a.T, out=t[rows, :columns], dtype=self.dtype)
+        targets, pieces = list(group.targets), -(-x.shape[1] // pages.shape[1])
+        slots, rows_of = _with_adapter(segments)
+        columns = tables.page_rank[slots][:, targets].sum(axis=1)
+        t = np.empty((x.shape[0], int(columns.max(initial=0))), self.dtype)
+        shapes = _lists(slots, columns, tables.a_start[slots, targets[0]])
+        for rows, slot, r, first in zip(rows_of, *shapes, strict=True):
+            if r:
+                a = self._gather(pages, tables.pages[slot], first, r * pieces).reshape(r, -1)[:, : x.shape[1]]
+                np.matmul(x[rows], a.T, out=t[rows, :r], dtype=self.dtype)
         return t
 
     def lora_expand(
@@ -138,21 +136,18 @@ class NumpyOps:
             pages: [pages, width] the pool's storage of this layer.
             d_outs: output width of each target of the group.
         """
-        targets = list(group.targets)
-        pieces = [-(-d_out // pages.shape[1]) for d_out in d_outs]
-        for slot, start, length in _rows_of_adapters(segments):
-            rows = slice(start, start + length)
-            ranks, page_ranks, scales = _lists(
-                tables.rank[slot, layer, targets], tables.page_rank[slot, targets], tables.scale[slot, layer, targets]
-            )
+        targets, pieces = list(group.targets), [-(-d_out // pages.shape[1]) for d_out in d_outs]
+        slots, rows_of = _with_adapter(segments)
+        of_targets = (tables.rank[slots, layer], tables.page_rank[slots], tables.scale[slots, layer])
+        shapes = _lists(slots, tables.b_start[slots, targets[0]], *(table[:, targets] for table in of_targets))
+        for rows, slot, first, ranks, page_ranks, scales in zip(rows_of, *shapes, strict=True):
             counts = [page_rank * cut for page_rank, cut in zip(page_ranks, pieces, strict=True)]
-            b_pages = self._gather(pages, tables.pages[slot], int(tables.b_start[slot, targets[0]]), sum(counts))
+            b_pages = self._gather(pages, tables.pages[slot], first, sum(counts))
             t_column = y_column = page = 0
             for rank, page_rank, scale, count, d_out in zip(ranks, page_ranks, scales, counts, d_outs, strict=True):
                 if rank:
                     b = b_pages[page : page + count].reshape(page_rank, -1)[:rank, :d_out]
-                    delta = t[rows, t_column : t_column + rank] @ b
-                    y[rows, y_column : y_column + d_out] += np.float32(scale) * delta
+                    y[rows, y_column : y_column + d_out] += (scale * t[rows, t_column : t_column + rank]) @ b
                 t_column, y_column, page = t_column + page_rank, y_column + d_out, page + count
 
     def rope(
@@ -226,12 +221,13 @@ class NumpyOps:
         return out
 
 
-def _rows_of_adapters(segments: Segments) -> list[tuple[int, int, int]]:
-    """(adapter slot, start, length) of the segments that have an adapter and rows."""
-    triples = zip(*_lists(segments.adapter, segments.start, segments.length), strict=True)
-    return [(slot, start, length) for slot, start, length in triples if slot >= 0 and length]
+def _with_adapter(segments: Segments) -> tuple[Int[Array, " used"], list[slice]]:
+    """Adapter slot and rows of the segments that have an adapter and rows."""
+    used = (segments.adapter >= 0) & (segments.length > 0)
+    start, length = segments.start[used], segments.length[used]
+    return segments.adapter[used], [slice(*pair) for pair in zip(*_lists(start, start + length), strict=True)]
 
 
-def _lists(*arrays: Shaped[Array, " n"]) -> list[list[Any]]:
+def _lists(*arrays: Shaped[Array, "n ..."]) -> list[list[Any]]:
     """Arrays as Python lists: a loop over them is several times quicker."""
     return [array.tolist() for array in arrays]
