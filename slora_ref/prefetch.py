@@ -1,8 +1,8 @@
 """Prefetcher: which adapters are resident in the pool, loading the missing ones and evicting idle ones (paper section
 5.2).
 
-How the bytes travel is the Loader's business and is injected: at once, on a thread, on a side stream, in simulated
-time. The prefetcher knows pages and pins, but no requests.
+How the bytes travel is the injected Loader's business: at once, on a thread or side stream, in simulated time. The
+prefetcher knows pages and pins, but no requests.
 """
 
 from __future__ import annotations
@@ -91,11 +91,10 @@ class Prefetcher:
         self._pages: dict[int, int] = {}  # of every adapter that has pages, also of one that the store has forgotten
         self._loading: set[int] = set()
         self._cancelled: set[int] = set()
+        self._failures: list[tuple[int, LoadFailed]] = []  # not reported yet
         self._idle: OrderedDict[int, None] = OrderedDict()  # resident, not pinned; least recently used first
         self._pins: dict[int, int] = {}  # resident and used by so many running sequences
         self._idle_pages = 0
-
-    # --- questions ---
 
     def is_resident(self, adapter_id: int) -> bool:
         """Whether a request of this adapter can enter a step."""
@@ -119,8 +118,6 @@ class Prefetcher:
     def pages_of(self, adapter_id: int) -> int:
         """Pages that the adapter takes."""
         return self._pages[adapter_id] if adapter_id in self._pages else self.store.version(adapter_id).pages
-
-    # --- loading ---
 
     def fetch(self, adapter_id: int, keep: Collection[int] = ()) -> bool:
         """Starts to load an adapter that is neither resident nor loading, evicting idle ones but those in `keep`.
@@ -149,7 +146,17 @@ class Prefetcher:
         Returns:
             Adapters that could not be loaded, with the reason; their pages are free again.
         """
-        failures = []
+        self._take_in()
+        failures, self._failures = self._failures, []
+        return failures
+
+    def wait(self) -> None:
+        """Blocks until no load is under way; `poll` reports failures."""
+        while self._loading:
+            self.loader.wait()
+            self._take_in()
+
+    def _take_in(self) -> None:
         for adapter_id, failure in self.loader.completed():
             self._loading.remove(adapter_id)
             unwanted = adapter_id in self._cancelled
@@ -162,10 +169,7 @@ class Prefetcher:
                 self.counts.bytes_loaded += self.pages_of(adapter_id) * self.pool.page_bytes
             if failure is not None:
                 self.counts.failures += 1
-                failures.append((adapter_id, failure))
-        return failures
-
-    # --- use ---
+                self._failures.append((adapter_id, failure))
 
     def pin(self, adapter_id: int) -> None:
         """A running sequence uses this resident adapter."""
@@ -187,16 +191,12 @@ class Prefetcher:
         self._idle[adapter_id] = None
         self._idle_pages += self.pages_of(adapter_id)
 
-    # --- eviction ---
-
     def make_room(self, pages: int, keep: Collection[int] = ()) -> bool:
         """Evicts idle adapters, least recently used first, until `pages` pages are free.
 
         Returns:
             False if even all idle adapters outside `keep` would not be enough; then none was evicted.
         """
-        if self.pool.free_pages >= pages:
-            return True
         if not self._could_free(pages, keep):
             return False
         while self.pool.free_pages < pages:

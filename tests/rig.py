@@ -107,7 +107,7 @@ class Rig:
         self.stops_after: dict[int, int] = {}
         self.steps = 0
         self.orphans: set[int] = set()
-        self.last_join = -self.config.join_every
+        self.last_join = -self.config.join_every - 1
         self.last: Decision
 
     # --- what a user does ---
@@ -166,8 +166,9 @@ class Rig:
     def _schedule(self) -> tuple[Step, list[Sequence]]:
         """Has the scheduler decide, and records what it found and did."""
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
-        joins = self.steps - self.last_join >= self.config.join_every or not running
-        self.last_join = self.steps if joins else self.last_join
+        every = self.config.join_every
+        pause = every + (self.config.separate_prefill and every > 1)
+        joins = self.steps - self.last_join >= pause or not running
         preemptions = {s.number: s.preemptions for s in self.alive}
         found = Decision(
             joins=joins,
@@ -184,6 +185,7 @@ class Rig:
         gave_way = [s for s in waiting + running if s.preemptions > preemptions[s.number]]
         admitted = [s for s in self.scheduler.running if s in waiting] + [s for s in gave_way if s in waiting]
         preempted = [s for s in reversed(running + admitted) if s in gave_way]
+        self.last_join = self.steps if admitted else self.last_join
         resident = found.resident & self._resident()
         self.last = replace(found, resident=resident, admitted=admitted, preempted=preempted, step=step)
         return step, dropped

@@ -317,6 +317,35 @@ def test_requests_join_at_every_so_many_steps(join_every: int, joined_at: int) -
     assert rig.steps == joined_at
 
 
+def test_a_round_in_which_nobody_could_join_is_tried_again_at_the_next_step() -> None:
+    rig = Rig(40, max_running=2, max_batched_tokens=8, join_every=4)
+    rig.ask(Ask(None, 1, 6, 6))
+    rig.ask(Ask(None, 1, 11, 11))
+    rig.step()
+    waits = rig.ask(Ask(None, 1, 2, 2))
+    while waits in rig.scheduler.waiting:
+        rig.step()
+    assert rig.steps == 7  # the rounds of steps 5 and 6 found no slot; the first request ended in step 6
+    late = rig.ask(Ask(None, 1, 2, 2))
+    while late in rig.scheduler.waiting:
+        rig.step()
+    assert rig.steps == 11
+
+
+@pytest.mark.parametrize(("blocking", "starts"), [(True, [1, 1]), (False, [1, 6])])
+def test_a_step_can_wait_for_the_adapters_of_those_that_join(blocking: bool, starts: list[int]) -> None:
+    rig = Rig(100, [2], max_running=4, max_batched_tokens=50, blocking_loads=blocking)
+    rig.loader.polls = {0: 4}
+    both = [rig.ask(Ask(None, 2, 9, 9)), rig.ask(Ask(0, 2, 9, 9))]
+    started: dict[int, int] = {}
+    while len(started) < 2:
+        rig.step()
+        started |= {s.number: rig.steps for s in both if s in rig.scheduler.running and s.number not in started}
+    assert [started[s.number] for s in both] == starts
+    rig.run_to_the_end(20)
+    rig.check_all_is_free()
+
+
 def test_nobody_waits_for_the_joining_step_when_nothing_runs() -> None:
     rig = Rig(100, max_running=4, max_batched_tokens=8, join_every=50)
     rig.ask(Ask(None, 1, 2, 2))

@@ -180,7 +180,8 @@ def preemption_by_recompute() -> Timeline:
 
 
 def separate_prefill_and_joining_by_rounds() -> Timeline:
-    """The paper's mode: a step is either prefill of new requests or decoding, and new ones join at every third step.
+    """The paper's mode: a step is either prefill of new requests or decoding, with three steps of decoding at least
+    between two prefills.
 
     B and C arrive while A decodes and wait for the next round; then their prefill stops A for a step. D joins at the
     round after that.
@@ -190,9 +191,8 @@ def separate_prefill_and_joining_by_rounds() -> Timeline:
     line.step()
     line.ask(Ask(None, 5, 4, 4))
     line.ask(Ask(None, 3, 6, 6))
-    line.step()
-    line.step()
-    line.step()
+    for _ in range(4):
+        line.step()
     line.ask(Ask(None, 2, 2, 2))
     line.run_to_the_end(20)
     return line

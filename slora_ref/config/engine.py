@@ -32,7 +32,8 @@ class EngineConfig:
             assumes the mean finished length and preempts the newest sequence when the pool is full.
         chunked_prefill: cut long prompts so that running sequences keep decoding.
         separate_prefill: the paper's mode: a step is either prefill of new requests or decode.
-        join_every: new requests join at every join_every-th step (the original: 10).
+        join_every: new requests join at the earliest so many steps after the last ones (the original: 10).
+        blocking_loads: a step waits for the adapters of those that join (the original); else only they wait.
         host_bytes: most bytes of adapter weights kept in host memory; beyond it they are read from their folders again.
         eviction: "lru" keeps idle adapters until pages are wanted, "eager" (the paper) drops them at once.
         seed: of requests that bring no seed of their own.
@@ -52,6 +53,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     separate_prefill: bool = False
     join_every: int = 1
+    blocking_loads: bool = False
     host_bytes: int = 1 << 30
     eviction: Literal["lru", "eager"] = "lru"
     seed: int = 0
@@ -64,7 +66,7 @@ class EngineConfig:
         check_choice(ConfigError, "dtype", self.dtype, ("float32", "float64"))
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager"))
-        for name in ("chunked_prefill", "separate_prefill", "poison"):
+        for name in ("chunked_prefill", "separate_prefill", "blocking_loads", "poison"):
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)
         check_whole(ConfigError, "max_batched_tokens", self.max_batched_tokens, 1)

@@ -136,12 +136,12 @@ class Scheduler:
         return dropped
 
     def _may_join(self) -> bool:
-        """Whether new requests may join this step: always, or every join_every-th step, or when nothing runs."""
+        """Whether new requests may join this step: join_every steps after the last ones did, or when nothing runs.
+
+        Until one does join, each step is another try.
+        """
         self._steps_until_join -= 1
-        if self._steps_until_join > 0 and self.running:
-            return False
-        self._steps_until_join = self.config.join_every
-        return True
+        return self._steps_until_join <= 0 or not self.running
 
     def _bring(self, sequence: Sequence) -> bool:
         """Whether the sequence's adapter is resident; if not, it is fetched (or already on its way) and claimed."""
@@ -152,10 +152,15 @@ class Scheduler:
             sequence.waited_for_adapter = True
             if adapter_id not in self.prefetcher.held:
                 sequence.fetches += self.prefetcher.fetch(adapter_id, keep=self.claimed)
+            if self.config.blocking_loads:
+                self.prefetcher.wait()
         self.claimed.add(adapter_id)
         return self.prefetcher.is_resident(adapter_id)
 
     def _start(self, admitted: list[Sequence]) -> None:
+        every = self.config.join_every
+        if admitted:  # a step of prefill alone is no step of the running ones
+            self._steps_until_join = every + (self.config.separate_prefill and every > 1)
         for sequence in admitted:
             sequence.slot = self.pool.open_sequence()
             if sequence.adapter_id != BASE_MODEL:
