@@ -128,7 +128,9 @@ class Sequence:
     preemptions: int = 0
     first_token_at: float | None = None
     finished_at: float | None = None
-    waited_for_adapter: bool = False
+    adapter_wait_steps: int = 0  # steps in which there was room for it, and its adapter was not there
+    adapter_wait_s: float = 0.0  # seconds from the first of these steps to the one in which it started
+    adapter_wait_since: float | None = None
     fetches: int = 0  # loads of its adapter that were begun for it
     logprobs: list[dict[int, float]] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)  # with keep_logits: one [vocab] array a position
@@ -155,6 +157,19 @@ class Sequence:
     def tokens_left(self) -> int:
         """Most tokens it may still generate."""
         return self.peak_tokens + 1 - len(self.tokens)
+
+    def wait_for_adapter(self, now: float) -> None:
+        """Another step without its adapter."""
+        self.adapter_wait_steps += 1
+        if self.adapter_wait_since is None:
+            self.adapter_wait_since = now
+
+    def start(self, slot: int, now: float) -> None:
+        """It runs from this step on."""
+        self.slot = slot
+        if self.adapter_wait_since is not None:
+            self.adapter_wait_s += now - self.adapter_wait_since
+            self.adapter_wait_since = None
 
     @property
     def finished(self) -> bool:

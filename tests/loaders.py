@@ -21,6 +21,7 @@ class DelayedLoader:
     def __init__(self, pool: PagePool | None = None, store: AdapterStore | None = None) -> None:
         self.polls: dict[int, int] = {}  # adapter id -> polls that a load is not ready for; 0 where not named
         self.failing: set[int] = set()  # adapters whose loads fail
+        self.seconds = 0.0
         self.started: list[int] = []  # every load so far, in order
         self._pool, self._store = pool, store
         self._under_way: dict[int, int] = {}  # adapter id -> polls still to come

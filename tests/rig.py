@@ -92,12 +92,13 @@ class Rig:
         max_adapters: int = 8,
         **options: Any,
     ) -> None:
+        options = {"prefetch": 0} | options
         self.config = EngineConfig(max_adapters=max_adapters, eviction=eviction, **options)
         layout = PageLayout(MODEL)
         self.pool = PagePool(layout, pages, self.config.max_running, pages // 2 + 1, max_adapters, dtype=None)
         self.store = AdapterStore(MODEL, layout)
         self.loader = DelayedLoader()
-        self.prefetcher = Prefetcher(self.pool, self.store, self.loader, eviction)
+        self.prefetcher = Prefetcher(self.pool, self.store, self.loader, eviction, self.config.prefetch)
         self.scheduler = Scheduler(self.pool, self.prefetcher, policy or FCFS(), self.config)
         self.ranks = list(ranks)
         for i, rank in enumerate(ranks):
@@ -129,7 +130,7 @@ class Rig:
 
     def abort(self, sequence: Sequence) -> None:
         """Ends a request by its client's wish."""
-        self.orphans = (self.orphans | {sequence.adapter_id}) & self.prefetcher._loading
+        self.orphans = (self.orphans | {sequence.adapter_id}) & self.prefetcher._loading.keys()
         self._end(sequence, FinishReason.ABORT)
         self.check()
 
@@ -176,7 +177,7 @@ class Rig:
             running=running,
             resident=self._resident(),
             held=self.prefetcher.held,
-            orphans=self.orphans & self.prefetcher._loading,
+            orphans=self.orphans & self.prefetcher._loading.keys(),
             pages={i: self.prefetcher.pages_of(i) for i in self.prefetcher.held | self._wanted()} | {BASE_MODEL: 0},
             computed={s.number: s.computed for s in self.alive},
             known={s.number: len(s.tokens) for s in self.alive},

@@ -20,6 +20,7 @@ from tiny import tiny_config, write_adapter_folder, write_model_folder
 from slora_ref import Completion, Engine, EngineConfig, FinishReason, SamplingParams
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.checkpoint import load_checkpoint
+from slora_ref.pager import PageLayout
 from slora_ref.reference import Reference
 from slora_ref.sampler import filtered_probabilities, noise
 
@@ -56,6 +57,14 @@ def adapter_folder(weights: str) -> Path:
 
 
 @functools.cache
+def image_bytes(*weights: str) -> int:
+    """Bytes in host memory of the largest of these adapters, packed in float32."""
+    layout, headers = PageLayout(CONFIG), [read_header(adapter_folder(name), CONFIG) for name in weights]
+    pages = max(layout.adapter_pages(header.ranks.max(axis=0)) for header in headers)
+    return 4 * CONFIG.num_layers * layout.width * pages
+
+
+@functools.cache
 def reference(weights: str | None) -> Reference:
     """The dense model with these weights merged in; None: the base model."""
     adapter = None if weights is None else load_adapter(read_header(adapter_folder(weights), CONFIG), CONFIG)
@@ -70,7 +79,8 @@ def reference_logits(weights: str | None, ids: tuple[int, ...]) -> np.ndarray:
 
 def new_engine(adapters: Mapping[str, str] | None = None, **options: Any) -> Engine:
     """An engine of T0 with adapters {name: weights}."""
-    chosen = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64, "poison": True, "page_order_seed": 0}
+    chosen = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64, "poison": True}
+    chosen |= {"page_order_seed": 0, "loading": "inline"}
     engine = Engine.from_pretrained(model_folder(), EngineConfig(**(chosen | options)))
     for name, weights in (adapters or {}).items():
         engine.add_adapter(name, adapter_folder(weights))

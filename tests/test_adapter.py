@@ -7,10 +7,12 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from safetensors.numpy import load_file, save_file
 from tiny import TARGETS, adapter_tensors, module_name, tiny_config, write_adapter_folder
 
 from slora_ref.adapter import AdapterHeader, AdapterWarning, load_adapter, read_header
+from slora_ref.adapter.header import HeaderReader
 from slora_ref.adapter.options import IDLE, READ, REFUSED
 from slora_ref.adapter.patterns import Names
-from slora_ref.checkpoint.tensors import fingerprint
 from slora_ref.errors import AdapterError, SloraError, UnsupportedAdapter
 
 T0 = tiny_config()
@@ -532,7 +534,63 @@ def test_loading_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
     before = hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()
     load_adapter(header, T0)
     assert hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest() == before
-    assert header.fingerprint == fingerprint((tmp_path / WEIGHTS).stat())
+    assert header.fingerprint == read_header(tmp_path, T0).fingerprint
+
+
+def _copy_with_its_time(folder: Path) -> None:
+    """As a backup is played back: another file, the same content, the same time of modification."""
+    shutil.copy2(folder / WEIGHTS, folder / "copy")
+    (folder / "copy").replace(folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda folder: (folder / WEIGHTS).chmod(0o600),
+        lambda folder: os.link(folder / WEIGHTS, folder / "backup"),
+        lambda folder: (folder / WEIGHTS).rename(folder / "away") and (folder / "away").rename(folder / WEIGHTS),
+        _copy_with_its_time,
+    ],
+    ids=["chmod", "a backup of hard links", "moved and moved back", "a backup played back"],
+)
+def test_what_leaves_the_content_alone_leaves_the_adapter_usable(
+    tmp_path: Path, touch: Callable[[Path], object]
+) -> None:
+    """Class of fault: the check for changes looks at the inode, and `chmod -R` makes every reload fail."""
+    header = header_of(tmp_path, 8)
+    before = load_adapter(header, T0)
+    touch(tmp_path)
+    assert read_header(tmp_path, T0).fingerprint != header.fingerprint
+    assert np.array_equal(load_adapter(header, T0).b[0, Q], before.b[0, Q])
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_other_weights_with_the_same_time_and_size_are_noticed(tmp_path: Path, rank: int) -> None:
+    """Written over the file or moved to its place, with the time of modification set back."""
+    header = header_of(tmp_path / "x", rank, seed=1)
+    other = write_adapter_folder(tmp_path / "other", T0, rank, seed=2) / WEIGHTS
+    weights, time_before = tmp_path / "x" / WEIGHTS, header.fingerprint.modified_ns
+    for put in (lambda: weights.write_bytes(other.read_bytes()), lambda: other.replace(weights)):
+        put()
+        os.utime(weights, ns=(time_before, time_before))
+        assert weights.stat().st_size == header.fingerprint.size
+        with pytest.raises(AdapterError, match="changed since it was registered"):
+            load_adapter(header, T0)
+
+
+def test_what_one_folder_says_is_not_said_of_another(tmp_path: Path) -> None:
+    """A HeaderReader remembers texts: a folder of equal size and names, but another config or header, is read anew."""
+    reader = HeaderReader(T0)
+    alphas = [1, 2, 1]
+    for i, alpha in enumerate(alphas):
+        write_adapter_folder(tmp_path / str(i), T0, 8, seed=i, lora_alpha=alpha)
+    headers = [reader.inspect(tmp_path / str(i))[0] for i in range(3)]
+    assert [header.scales.max() for header in headers] == [alpha / 8 for alpha in alphas]
+    assert [header.path.name for header in headers] == ["0", "1", "2"]
+    assert headers[0].ranks is headers[2].ranks and headers[0].fingerprint != headers[2].fingerprint
+    (tmp_path / "0" / "adapter_config.json").write_text('{"use_dora": true}')
+    with pytest.raises(UnsupportedAdapter, match="use_dora"):
+        reader.inspect(tmp_path / "0")
 
 
 # --- cost ---

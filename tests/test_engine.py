@@ -24,6 +24,7 @@ from serving import (
     assert_all_free,
     assert_right,
     delay_loads,
+    image_bytes,
     model_folder,
     new_engine,
     reference_logits,
@@ -60,7 +61,7 @@ MODES = {
     "two at a time": {"max_running": 2},
     "one adapter at a time": {"max_adapters": 1},
     "adapters dropped at once": {"eviction": "eager"},
-    "no host memory": {"host_bytes": 1, "max_adapters": 2},
+    "host memory for one adapter": {"host_bytes": image_bytes("x"), "max_adapters": 2},
     "double precision": {"dtype": "float64"},
     "a small pool": {"pool_pages": 590},
     "a small pool, expecting": {"pool_pages": 590, "admission": "expected"},
@@ -589,16 +590,21 @@ def test_a_reused_slot_has_nothing_of_the_adapter_before() -> None:
         assert_right(got, weights, KEEP)
 
 
+def host_copies(engine: Engine) -> dict[Any, bytes]:
+    """What is in host memory, by source."""
+    return {source: entry.image.tobytes() for source, entry in engine.store.host._entries.items()}
+
+
 def test_an_adapter_does_not_change_by_being_evicted_and_loaded_again() -> None:
     engine = new_engine({"a": "x", "b": "z"}, max_adapters=1)
     seen: dict[str, np.ndarray] = {}
     for name in "ababa":
         logits = np.array(engine.generate([PROMPTS[0]], KEEP, name)[0].logits)
         assert (seen.setdefault(name, logits) == logits).all()
-        checksum = {key: image.tobytes() for key, image in engine.store._images.items()}
+        checksum = host_copies(engine)
     assert engine.prefetcher.counts.loads == 5
     assert engine.prefetcher.counts.evictions == 4
-    assert checksum == {key: image.tobytes() for key, image in engine.store._images.items()}
+    assert checksum == host_copies(engine)
 
 
 def test_an_idle_adapter_stays_until_its_pages_are_wanted_or_not_at_all() -> None:
@@ -614,7 +620,7 @@ def test_names_that_share_a_folder_share_the_host_copy_but_no_pages() -> None:
     engine = new_engine({f"name {i}": "qv" for i in range(20)})
     done = engine.generate([[1, 2, 3]] * 8, KEEP, [f"name {i}" for i in range(8)])
     assert len({one.token_ids for one in done}) == 1
-    assert len(engine.store._images) == 1
+    assert len(engine.store.host) == 1
     assert engine.pool.usage().adapter == 8 * 21
 
 

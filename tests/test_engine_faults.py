@@ -20,6 +20,7 @@ from serving import (
     assert_all_free,
     assert_right,
     delay_loads,
+    image_bytes,
     model_folder,
     new_engine,
     run_to_end,
@@ -244,7 +245,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("after_use", [False, True], ids=["before its first use", "after an eviction"])
 def test_an_adapter_that_is_damaged_fails_its_own_requests(tmp_path: Path, damage: str, after_use: bool) -> None:
-    engine = new_engine({"y": "y", "o": "o"}, max_adapters=2, host_bytes=1)
+    engine = new_engine({"y": "y", "o": "o"}, max_adapters=2, host_bytes=image_bytes("qv"))
     engine.add_adapter("frail", copy_of("qv", tmp_path / "frail"))
     if after_use:
         assert_right(engine.generate([PROMPT], KEEP, "frail")[0], "qv", KEEP)
@@ -332,11 +333,11 @@ def test_a_load_waits_while_all_slots_are_pinned() -> None:
     assert_right(run_to_end(engine)[number], "o", KEEP)
 
 
-def test_an_adapter_larger_than_the_host_budget_is_served() -> None:
-    engine = new_engine(ALL, host_bytes=1)
+def test_host_memory_for_one_adapter_serves_them_all() -> None:
+    engine = new_engine(ALL, host_bytes=image_bytes("x"))
     for name in ("x", "y", "x"):
         assert_right(engine.generate([PROMPT], KEEP, name)[0], name, KEEP)
-    assert len(engine.store._images) == 1
+    assert len(engine.store.host) == 1
 
 
 def test_registering_reads_no_weights(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from serving import (
     assert_all_free,
     assert_tokens,
     delay_loads,
+    image_bytes,
     new_engine,
     without_shape_checks,
 )
@@ -83,7 +84,7 @@ def engine_options(draw: st.DrawFn) -> dict[str, Any]:
         "separate_prefill": draw(st.booleans()),
         "join_every": draw(st.sampled_from([1, 1, 3])),
         "eviction": draw(st.sampled_from(["lru", "eager"])),
-        "host_bytes": draw(st.sampled_from([1, 1 << 30])),
+        "host_bytes": draw(st.sampled_from([image_bytes(*SMALL), 1 << 20])),
         "page_order_seed": draw(st.integers(0, 9)),
     }
 
@@ -178,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(abort=st.booleans())
     def remove_what_is_loading(self, abort: bool) -> None:
         """With or without those who wait for it."""
-        loading = self.engine.prefetcher._loading
+        loading = self.engine.prefetcher._loading.keys()
         for name in [name for name in self.names if adapter_id(self.engine, name) in loading]:
             users = [number for number, story in self.stories.items() if story.adapter_id in loading]
             for number in users if abort else ():
@@ -367,7 +368,8 @@ def test_thousands_of_steps_end_with_the_pages_of_the_start(admission: str) -> N
     """Aborts, failing steps, failing and slow loads, removals and names used again: 10,000 steps in both modes."""
     EngineMachine.covered.clear()
     machine, rng = EngineMachine(admission), random.Random(admission)
-    options = {"pool_pages": 110, "max_running": 5, "max_batched_tokens": 12, "max_adapters": 3, "host_bytes": 1 << 14}
+    options = {"pool_pages": 110, "max_running": 5, "max_batched_tokens": 12, "max_adapters": 3}
+    options |= {"host_bytes": image_bytes(*SMALL)}
     machine.build(options, SMALL[:4], polls=1)
     machine.engine.executor = Flaky(machine.engine.executor, rng)
     live(machine, rng, 5000)

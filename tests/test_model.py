@@ -20,6 +20,7 @@ from tiny import tiny_config
 from slora_ref.adapter import Adapter, AdapterHeader
 from slora_ref.batch import Batch, arrange
 from slora_ref.checkpoint import ModelWeights, random_weights
+from slora_ref.checkpoint.fingerprint import Fingerprint
 from slora_ref.config import TARGETS, ModelConfig, RopeConfig
 from slora_ref.model import LlamaModel
 from slora_ref.ops import NumpyOps
@@ -27,7 +28,7 @@ from slora_ref.pager import AdapterShape, PageLayout, PagePool
 from slora_ref.reference import Reference
 from slora_ref.request import BASE_MODEL, Request, SamplingParams, Sequence
 from slora_ref.step import Work
-from slora_ref.store import pack
+from slora_ref.store.pack import pack
 
 TOLERANCE = 1e-4
 DIFFERENT = 0.1
@@ -52,7 +53,8 @@ def make_adapter(config: ModelConfig, ranks: Ranks, seed: int, scale: float = 1.
         table[module], scales[module] = rank, scale * (1 + 0.25 * module[1] + 0.1 * layer)
         a[module] = (rng.standard_normal((rank, d_in)) * sd / rank**0.5).astype(np.float32)
         b[module] = (rng.standard_normal((d_out, rank)) * sd).astype(np.float32)
-    header = AdapterHeader(Path(f"adapter-{seed}"), table, scales, len(a), len(a), "float32", (0, 0))
+    fingerprint = Fingerprint(0, 0, b"", 0, 0)
+    header = AdapterHeader(Path(f"adapter-{seed}"), table, scales, len(a), len(a), "float32", fingerprint)
     return Adapter(header, a, b)
 
 

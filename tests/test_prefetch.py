@@ -277,11 +277,11 @@ def test_a_fetch_that_fails_for_want_of_pages_changes_nothing() -> None:
 
 DAMAGE: dict[str, Callable[[Prefetcher], object]] = {
     "idle and pinned": lambda p: p._pins.__setitem__(1, 1),
-    "loading and resident": lambda p: p._loading.add(1),
+    "loading and resident": lambda p: p._loading.__setitem__(1, None),
     "pinned by nobody": lambda p: p._pins.__setitem__(0, 0),
     "an adapter without pages is pinned": lambda p: p._pins.__setitem__(3, 1),
-    "the count of idle pages drifted": lambda p: setattr(p, "_idle_pages", 2),
-    "an idle adapter is forgotten": lambda p: (p._idle.pop(1), setattr(p, "_idle_pages", 0)),
+    "the count of idle pages drifted": lambda p: setattr(p._idle, "pages", 2),
+    "an idle adapter is forgotten": lambda p: p._idle.remove(1),
     "a load is forgotten": lambda p: p._loading.clear(),
     "cancelled, and not loading": lambda p: p._cancelled.add(1),
     "pages of an adapter are miscounted": lambda p: p._pages.__setitem__(0, 4),
@@ -364,7 +364,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     def poll(self) -> None:
         before = set(self.loading)
         failed = {adapter_id for adapter_id, _ in self.prefetcher.poll()}
-        ended = before - self.prefetcher._loading
+        ended = before - self.prefetcher._loading.keys()
         assert failed == ended & self.prefetcher.loader.failing
         for adapter_id in [i for i in self.loading if i in ended]:
             self.loading.remove(adapter_id)

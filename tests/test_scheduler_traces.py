@@ -78,7 +78,7 @@ class Timeline(Rig):
     def draw(self) -> str:
         """The pool as it is now, by owner. Notes which adapters have come and gone since the last drawing."""
         there = set(self.prefetcher._pages)
-        loading = self.prefetcher._loading
+        loading = self.prefetcher._loading.keys()
         self.news += [f"{'xyz'[i]} is evicted" for i in sorted(self.there - there)]
         self.news += [f"{'xyz'[i]} is being loaded" for i in sorted((there - self.there) & loading)]
         self.there = there

@@ -21,6 +21,7 @@ from slora_ref.errors import AdapterError, LoadFailed, UnknownAdapter
 from slora_ref.ops.tables import AdapterTables
 from slora_ref.pager import PageLayout, PagePool
 from slora_ref.store import AdapterStore
+from slora_ref.store.arena import ALIGNMENT
 
 T0 = tiny_config()
 WEIGHTS = "adapter_model.safetensors"
@@ -291,25 +292,26 @@ def test_names_that_share_a_folder_share_its_copy(tmp_path: Path) -> None:
 
 
 def test_beyond_the_budget_the_least_recently_used_copies_go_and_are_read_again(tmp_path: Path) -> None:
-    store = store_of()
+    size = store_of().add("x", write_adapter_folder(tmp_path / "0", T0, 2)).nbytes
+    store = store_of(budget_bytes=3 * size)
     ids = [store.add(f"{i}", write_adapter_folder(tmp_path / f"{i}", T0, 2, seed=i)).adapter_id for i in range(4)]
-    size = store.image(ids[0]).nbytes
-    store.budget_bytes = 3 * size
-    images = {i: store.image(i) for i in (ids[1], ids[2])}
-    images[ids[0]] = store.image(ids[0])  # used again, so 1 is now the oldest
+    images = {i: store.image(i) for i in (ids[0], ids[1], ids[2])}
+    before = images[ids[1]].copy()
+    assert store.image(ids[0]) is images[ids[0]]  # used again, so 1 is now the oldest
     store.image(ids[3])
-    assert store.host_bytes == 3 * size
+    assert store.host_bytes == 3 * size and store.host.evictions == 1 and store.disk.reads == 4
     assert all(store.image(i) is images[i] for i in (ids[0], ids[2]))
-    again = store.image(ids[1])
-    assert again is not images[ids[1]] and np.array_equal(again, images[ids[1]])
+    assert np.array_equal(store.image(ids[1]), before)
+    assert store.disk.reads == 5
 
 
-def test_a_copy_larger_than_the_budget_is_still_given_out(tmp_path: Path) -> None:
-    store = store_of(budget_bytes=1)
-    ids = [store.add(f"{i}", write_adapter_folder(tmp_path / f"{i}", T0, 2, seed=i)).adapter_id for i in range(2)]
-    for adapter_id in [*ids, *ids]:
-        assert store.image(adapter_id).any()
-        assert store.host_bytes == store.image(adapter_id).nbytes
+def test_an_adapter_larger_than_the_budget_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    folder = write_adapter_folder(tmp_path, T0, 2)
+    nbytes = store_of().add("x", folder).nbytes
+    small = store_of(budget_bytes=nbytes - 1)
+    match = f"takes {nbytes:,} bytes of host memory; host_bytes is {nbytes - 1:,}"
+    refused(small, AdapterError, lambda: small.add("x", folder), match)
+    assert store_of(budget_bytes=nbytes).add("x", folder).nbytes == nbytes
 
 
 # --- folders that go wrong after they were registered (pitfall 29) ---
@@ -398,7 +400,7 @@ def test_too_little_memory_fails_the_load_and_not_the_engine(tmp_path: Path, mon
     def no_memory(*_: object) -> None:
         raise MemoryError("Unable to allocate 40. GiB")
 
-    monkeypatch.setattr("slora_ref.store.pack", no_memory)
+    monkeypatch.setattr("slora_ref.store.disk.pack_into", no_memory)
     with pytest.raises(LoadFailed, match="'x' could not be loaded: Unable to allocate"):
         store.image(version.adapter_id)
     assert store.host_bytes == 0
@@ -445,7 +447,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.temporary = tempfile.TemporaryDirectory(prefix="slora_ref_store_")
         self.root = Path(self.temporary.name)
         self.config = tiny_config(num_layers=1, hidden_size=4, num_heads=1, num_kv_heads=1, head_dim=2)
-        self.store = store_of(self.config)
+        self.store = store_of(self.config, budget_bytes=2 * ALIGNMENT)
         self.written: dict[str, int] = {}  # folder -> the number that all its weights are
         self.since: dict[int, int] = {}  # version -> the number in its folder when it was registered
         self.users: dict[int, int] = {}
@@ -484,7 +486,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert version.adapter_id not in self.since, "a number is used again"
             self.since[version.adapter_id] = self.written[place]
             self.users[version.adapter_id] = 0
-            self.store.budget_bytes = 2 * 4 * 2 * version.pages
+            assert version.nbytes <= ALIGNMENT, "there is room for two"
 
     @precondition(lambda self: self.store.names)
     @rule(data=st.data())
@@ -529,7 +531,7 @@ class StoreMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.store.check()
         assert self.store._versions.keys() == self.users.keys()
-        assert self.store.host_bytes <= self.store.budget_bytes
+        assert len(self.store.host) <= 2
 
 
 TestStoreMachine = StoreMachine.TestCase

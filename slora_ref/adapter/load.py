@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slora_ref.adapter.header import WEIGHTS, AdapterHeader, Module, inspect_folder
+from slora_ref.adapter.header import WEIGHTS, AdapterHeader, HeaderReader, Module
 from slora_ref.adapter.rules import module_name
-from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor, fingerprint, float_dtype, read_tensor
+from slora_ref.checkpoint.fingerprint import Fingerprint
+from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor, float_dtype
 from slora_ref.config import ModelConfig
 from slora_ref.config.fields import show
 from slora_ref.errors import AdapterError
-from slora_ref.shapes import Array, Float
+from slora_ref.shapes import Array, Float, Num
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,34 +37,64 @@ class Adapter:
 def load_adapter(header: AdapterHeader, config: ModelConfig, dtype: npt.DTypeLike | None = np.float32) -> Adapter:
     """Read the weights in `dtype`, or as they are stored when it is None.
 
-    Raises AdapterError when the folder is not what it was when `header` was read, or holds NaN or infinity; and as
-    read_header.
+    Raises AdapterError when the folder is not what it was when `header` was read, or holds NaN or infinity, also where
+    `dtype` cannot hold a number; and as read_header.
     """
-    now, halves = inspect_folder(header.path, config)
-    same = now.fingerprint == header.fingerprint and np.array_equal(now.ranks, header.ranks)
+    stored = read_weights(header, HeaderReader(config))
+    adapter = stored if dtype is None else convert(stored, float_dtype(dtype))
+    check_finite(adapter, stored)
+    for matrix in (*adapter.a.values(), *adapter.b.values()):
+        matrix.flags.writeable = False
+    return adapter
+
+
+def convert(adapter: Adapter, dtype: np.dtype[Any]) -> Adapter:
+    """The weights in another type; what it cannot hold becomes infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        a = {module: matrix.astype(dtype, copy=False) for module, matrix in adapter.a.items()}
+        return Adapter(adapter.header, a, {m: matrix.astype(dtype, copy=False) for m, matrix in adapter.b.items()})
+
+
+def read_weights(header: AdapterHeader, headers: HeaderReader) -> Adapter:
+    """The weights as they are stored, read in one piece; NaN and infinity are not looked for.
+
+    Raises:
+        AdapterError: the folder is not what it was when `header` was read.
+    """
+    now, places = headers.inspect(header.path)
+    same = now.fingerprint.same_content(header.fingerprint) and np.array_equal(now.ranks, header.ranks)
     if not same or not np.array_equal(now.scales, header.scales):
         raise AdapterError(f"{show(str(header.path))} has changed since it was registered; register it anew")
-    a: dict[Module, Array] = {}
-    b: dict[Module, Array] = {}
+    data = _read_file(header, now.fingerprint)
+    a = {module: _view(data, pair["A"]) for module, pair in places.items()}
+    return Adapter(header, a, {module: _view(data, pair["B"]) for module, pair in places.items()})
+
+
+def check_finite(adapter: Adapter, stored: Adapter) -> None:
+    """Raises AdapterError, with the matrix' name, for NaN and infinity; `stored` is the adapter before conversion."""
+    for half, found, before in (("lora_A", adapter.a, stored.a), ("lora_B", adapter.b, stored.b)):
+        for module, matrix in found.items():
+            if not np.isfinite(matrix).all():
+                types = f"stored as {before[module].dtype}, wanted as {matrix.dtype}"
+                raise AdapterError(f"module {module_name(*module)}.{half}: NaN or infinity ({types})")
+
+
+def _read_file(header: AdapterHeader, expected: Fingerprint) -> Num[Array, " bytes"]:
+    """The whole file of weights. Raises AdapterError when it is not the one expected, before and after."""
+    data = np.empty(expected.size, np.uint8)
     try:
         with (header.path / WEIGHTS).open("rb") as file:
-            if fingerprint(os.fstat(file.fileno())) != header.fingerprint:
-                raise AdapterError(f"{show(str(header.path))} changes while it is read")
-            for module, pair in halves.items():
-                name = module_name(*module)
-                a[module] = _matrix(file, pair["A"], dtype, f"{name}.lora_A")
-                b[module] = _matrix(file, pair["B"], dtype, f"{name}.lora_B")
+            read = file.readinto(data.data)
+            status = os.fstat(file.fileno())
     except OSError as cause:
         raise AdapterError(f"{show(str(header.path))}: {WEIGHTS} cannot be read: {cause.strerror}") from None
-    return Adapter(header, a, b)
+    after = status.st_mtime_ns, status.st_size, status.st_ino
+    if read != expected.size or after != (expected.modified_ns, expected.size, expected.inode):
+        raise AdapterError(f"{show(str(header.path))} changes while it is read")
+    return data
 
 
-def _matrix(file: BinaryIO, tensor: StoredTensor, dtype: npt.DTypeLike | None, name: str) -> Array:
-    """One matrix, read-only. Raises AdapterError, with its name, for NaN, infinity or an early end."""
-    out = np.empty(tensor.shape, FLOAT_TYPES[tensor.dtype] if dtype is None else float_dtype(dtype))
-    try:
-        read_tensor(file, tensor, out)
-    except ValueError as cause:
-        raise AdapterError(f"module {name}: {cause}") from None
-    out.flags.writeable = False
-    return out
+def _view(data: Num[Array, " bytes"], tensor: StoredTensor) -> Array:
+    """One matrix in the bytes of its file."""
+    piece = data[tensor.offset : tensor.offset + tensor.nbytes]
+    return piece.view(FLOAT_TYPES[tensor.dtype]).reshape(tensor.shape)

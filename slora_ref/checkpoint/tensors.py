@@ -20,10 +20,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from slora_ref.checkpoint.fingerprint import Fingerprint, take_fingerprint
 from slora_ref.config.fields import show
 from slora_ref.errors import ConfigError, SloraError
 from slora_ref.shapes import Array
 
+LENGTH_BYTES = 8  # the length of the header, before it
 MAX_HEADER_BYTES = 4 << 20  # 1,000 tensors need 0.2 MB
 MAX_DIMENSIONS = 8
 CHUNK = 1 << 20  # elements that are read and converted at once
@@ -59,7 +61,7 @@ class Header(NamedTuple):
     """All tensors of a file, and the fingerprint by which a change of the file is noticed."""
 
     tensors: dict[str, StoredTensor]
-    fingerprint: tuple[int, ...]
+    fingerprint: Fingerprint
 
 
 def float_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -70,38 +72,50 @@ def float_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return chosen
 
 
-def fingerprint(status: os.stat_result) -> tuple[int, ...]:
-    """What no other file at a path shares with this one, also where a tool has restored its time of change."""
-    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_ctime_ns
-
-
 def read_header(path: Path, error: type[SloraError]) -> Header:
     """The header of a safetensors file, checked: regions of the right size that tile the rest of the file exactly.
 
     Raises `error`, naming the file, when it is missing, truncated, oversized, or not safetensors.
     """
+    text, fingerprint = read_header_text(path, error)
+    return Header(parse_header(path, text, fingerprint.size, error), fingerprint)
+
+
+def read_header_text(path: Path, error: type[SloraError]) -> tuple[bytes, Fingerprint]:
+    """The header as it stands in the file, not parsed yet, and the file's fingerprint. Raises `error`."""
     try:
         if not path.is_file():
             raise error(f"no file {show(path.name)} in {show(str(path.parent))}")
         with path.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, status.st_size - 8):
-                raise error(f"{_name(path)}: a header of {length} bytes in a file of {status.st_size}; truncated?")
-            entries = STRICT_JSON.decode(file.read(length).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as cause:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+                raise error(f"{_name(path)}: a header of {length} bytes in a file of {size}; truncated?")
+            text = file.read(length)
+            return text, take_fingerprint(file.fileno(), prefix + text)
+    except (OSError, ValueError) as cause:
+        raise error(f"{_name(path)}: the header cannot be read: {show(str(cause))}") from None
+
+
+def parse_header(path: Path, text: bytes, size: int, error: type[SloraError]) -> dict[str, StoredTensor]:
+    """The tensors that a header names, in a file of `size` bytes. Raises `error`; the path is only for its message."""
+    try:
+        entries = STRICT_JSON.decode(text.decode("utf-8"))
+    except (ValueError, RecursionError) as cause:
         raise error(f"{_name(path)}: the header cannot be read: {show(str(cause))}") from None
     if not isinstance(entries, dict):
         raise error(f"{_name(path)}: the header is not a JSON object")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise error(f"{_name(path)}: __metadata__ is {show(metadata)}; an object of texts is needed")
+    start = LENGTH_BYTES + len(text)
     try:
-        tensors = {name: _stored(name, entry, 8 + length) for name, entry in entries.items()}
-        _check_tiling(tensors, 8 + length, status.st_size)
+        tensors = {name: _stored(name, entry, start) for name, entry in entries.items()}
+        _check_tiling(tensors, start, size)
     except ValueError as cause:
         raise error(f"{_name(path)}: {cause}") from None
-    return Header(tensors, fingerprint(status))
+    return tensors
 
 
 def read_tensor(file: BinaryIO, tensor: StoredTensor, out: Array) -> None:

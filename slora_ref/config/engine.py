@@ -34,8 +34,14 @@ class EngineConfig:
         separate_prefill: the paper's mode: a step is either prefill of new requests or decode.
         join_every: new requests join at the earliest so many steps after the last ones (the original: 10).
         blocking_loads: a step waits for the adapters of those that join (the original); else only they wait.
-        host_bytes: most bytes of adapter weights kept in host memory; beyond it they are read from their folders again.
-        eviction: "lru" keeps idle adapters until pages are wanted, "eager" (the paper) drops them at once.
+        host_bytes: size of the host memory for adapter weights, taken at the start (the system backs it as it is used);
+            beyond it they are read from their folders again.
+        share_host_copies: names of one folder share its copy in host memory; otherwise each name has its own.
+        loading: "background" reads and loads adapters on threads beside the steps, "inline" within them, so that a run
+            can be repeated exactly.
+        prefetch: most adapters loaded at once ahead of their requests' turn; 0: none.
+        eviction: who leaves when pages are wanted: "lru" the least recently used, "cost" those that are least likely
+            to be used again for the cost of loading them; "eager" (the paper): all that are not used, at once.
         seed: of requests that bring no seed of their own.
         poison: fill free pages with NaN (tests).
         page_order_seed: hand out pages in a random order (tests).
@@ -55,7 +61,10 @@ class EngineConfig:
     join_every: int = 1
     blocking_loads: bool = False
     host_bytes: int = 1 << 30
-    eviction: Literal["lru", "eager"] = "lru"
+    share_host_copies: bool = True
+    loading: Literal["background", "inline"] = "background"
+    prefetch: int = 16
+    eviction: Literal["lru", "eager", "cost"] = "lru"
     seed: int = 0
     poison: bool = False
     page_order_seed: int | None = None
@@ -65,10 +74,12 @@ class EngineConfig:
         check_choice(ConfigError, "device", self.device, ("cpu",))
         check_choice(ConfigError, "dtype", self.dtype, ("float32", "float64"))
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
-        check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager"))
-        for name in ("chunked_prefill", "separate_prefill", "blocking_loads", "poison"):
+        check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
+        check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
+        for name in ("chunked_prefill", "separate_prefill", "blocking_loads", "poison", "share_host_copies"):
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)
+        check_whole(ConfigError, "prefetch", self.prefetch, 0, MOST_SLOTS)
         check_whole(ConfigError, "max_batched_tokens", self.max_batched_tokens, 1)
         for name in ("max_running", "max_adapters"):
             check_whole(ConfigError, name, getattr(self, name), 1, MOST_SLOTS)

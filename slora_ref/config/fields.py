@@ -29,14 +29,27 @@ def read_json(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) 
 
     Raises `error` when it is missing, not a regular file, larger than `limit` bytes, not JSON, or not an object.
     """
+    return parse_json(path, read_json_text(path, error, limit), error)
+
+
+def read_json_text(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) -> bytes:
+    """What stands in `path`, not parsed yet. Raises `error` when it is missing, not a regular file, or too large."""
     try:
         if not path.is_file():
             raise error(f"no file {path.name} in {show(str(path.parent))}")
         size = path.stat().st_size
         if size > limit:
             raise error(f"{show(str(path))} is {size} bytes; the limit is {limit}")
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as cause:
+        return path.read_bytes()
+    except (OSError, ValueError) as cause:
+        raise error(f"{show(str(path))} cannot be read as JSON: {show(str(cause))}") from None
+
+
+def parse_json(path: Path, text: bytes, error: type[SloraError]) -> dict[str, Any]:
+    """The JSON object in a text. Raises `error` when there is none; the path is only for its message."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as cause:
         raise error(f"{show(str(path))} cannot be read as JSON: {show(str(cause))}") from None
     if not isinstance(value, dict):
         raise error(f"{show(str(path))} holds {show(value)} where an object {{...}} is needed")

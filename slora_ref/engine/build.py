@@ -14,7 +14,7 @@ from slora_ref.model import LlamaModel
 from slora_ref.ops import NumpyOps
 from slora_ref.pager import PageLayout, PagePool
 from slora_ref.policy import FCFS, Policy
-from slora_ref.prefetch import ImmediateLoader, Prefetcher
+from slora_ref.prefetch import ImmediateLoader, Prefetcher, ThreadLoader
 from slora_ref.scheduler import Scheduler
 from slora_ref.store import AdapterStore
 from slora_ref.tokenizer import Tokenizer
@@ -35,8 +35,13 @@ def build_parts(folder: Path, config: EngineConfig, policy: Policy | None = None
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     pool = build_pool(model_config, config)
     model = LlamaModel(model_config, weights, NumpyOps(config.dtype), pool, pool.max_positions)
-    store = AdapterStore(model_config, pool.layout, config.dtype, config.host_bytes)
-    prefetcher = Prefetcher(pool, store, ImmediateLoader(pool, store), config.eviction)
+    background = config.loading == "background"
+    share = config.share_host_copies
+    store = AdapterStore(
+        model_config, pool.layout, config.dtype, config.host_bytes, share=share, background=background
+    )
+    loader = ThreadLoader(pool, store) if background else ImmediateLoader(pool, store)
+    prefetcher = Prefetcher(pool, store, loader, config.eviction, config.prefetch)
     scheduler = Scheduler(pool, prefetcher, policy or FCFS(), config)
     return scheduler, prefetcher, ModelExecutor(model), MonotonicClock(), model_config, tokenizer
 

@@ -51,13 +51,31 @@ class Engine(EngineLoop):
         """
         self.store.add(name, path)
 
-    def remove_adapter(self, name: str) -> None:
+    def replace_adapter(self, name: str, path: str | Path) -> int:
+        """Gives a registered name another folder, or the same one with what is in it now.
+
+        Returns:
+            How many requests have not ended that came before; they end on the old version.
+
+        Raises:
+            UnknownAdapter: there is no such name. AdapterError, UnsupportedAdapter: nothing changed.
+        """
+        old = self.store.replace(name, path)
+        self._forget_if_unused(old)
+        return old.users
+
+    def remove_adapter(self, name: str) -> int:
         """Takes the name away at once; requests that already use it end in peace, then its pages are freed.
+
+        Returns:
+            How many such requests there are: 0, and it is gone. It never waits for them.
 
         Raises:
             UnknownAdapter: there is no such name.
         """
-        self._forget_if_unused(self.store.remove(name))
+        version = self.store.remove(name)
+        self._forget_if_unused(version)
+        return version.users
 
     # --- requests ---
 

@@ -85,4 +85,6 @@ class Live:
             first_token_at=sequence.first_token_at,
             finished_at=sequence.finished_at,
             preemptions=sequence.preemptions,
+            adapter_wait_steps=sequence.adapter_wait_steps,
+            adapter_wait_s=sequence.adapter_wait_s,
         )

@@ -65,10 +65,16 @@ class EngineLoop:
             self._close(self._live[sequence.number])
         if step.work:
             self._run(step)
-        elif self.prefetcher.loading and not failures and not dropped:  # nothing to do and nothing to tell
-            self.prefetcher.loader.wait()
+        elif self.prefetcher.waiting and not failures and not dropped:  # nothing to do and nothing to tell
+            self._stand_still()
         news, self._news = self._news, []
         return news
+
+    def _stand_still(self) -> None:
+        """Waits for an adapter, since nothing else can run."""
+        since = self.clock.now()
+        self.prefetcher.wait_for_any()
+        self.prefetcher.counts.stalled_s += self.clock.now() - since
 
     def _run(self, step: Step) -> None:
         work = arrange(step.work)

@@ -19,6 +19,8 @@ class Completion:
         logprobs: with SamplingParams.logprobs, for each token a mapping from token to log-probability.
         logits: with keep_logits, [vocab] after each token of prompt and output but the last.
         arrival, first_token_at, finished_at: seconds on the engine's clock.
+        adapter_wait_steps, adapter_wait_s: steps and seconds in which there was room for it, but its adapter was not in
+            the pool yet.
     """
 
     request_id: int
@@ -34,6 +36,8 @@ class Completion:
     first_token_at: float | None
     finished_at: float
     preemptions: int
+    adapter_wait_steps: int
+    adapter_wait_s: float
 
 
 @dataclass(frozen=True)

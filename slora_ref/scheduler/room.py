@@ -62,6 +62,15 @@ class Room:
         self._prefill_rows += sequence.uncomputed * starts
         (self._taken if starts else self._claims).append(sequence)
 
+    def spare_pages(self) -> int:
+        """Pages that nobody who has a place or a claim will need, and no adapter that is held. O(running)."""
+        tokens = self._forecast.peak(self._taken, self._claims)
+        return self._pool.num_pages - self._adapter_pages - self._pool.layout.token_pages(tokens)
+
+    def spare_slots(self) -> int:
+        """Slots of the adapter table that are left."""
+        return self._pool.max_adapters - len(self._adapters)
+
     def _extra_pages(self, sequence: Sequence) -> int:
         """Pages for its adapter, where that is not counted yet."""
         if sequence.adapter_id == BASE_MODEL or sequence.adapter_id in self._adapters:

@@ -8,6 +8,7 @@ knows no arrays, no texts, no device.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Seq
 
 from slora_ref.config import EngineConfig
 from slora_ref.errors import RequestError
@@ -116,24 +117,37 @@ class Scheduler:
             return []
         self.claimed = set()
         if not self.waiting:
+            self.prefetcher.expect(())
             return []
         ordering = self.policy.order(self.waiting, self.running, now)
         dropped = list(ordering.dropped)
         for sequence in dropped:
             self.finish(sequence, FinishReason.ABORT, now, "dropped by the policy: it could not start in time")
+        self._announce(ordering.candidates)
         room = Room(self.pool, self.prefetcher, self.forecast, self.config, self.running)
         admitted: list[Sequence] = []
         for sequence in ordering.candidates:
             if not room.has(sequence):
                 break
-            starts = room.has_slot(sequence) and self._bring(sequence)
+            starts = room.has_slot(sequence) and self._bring(sequence, now)
             room.take(sequence, starts)
             if starts:
                 admitted.append(sequence)
             elif sequence.fetches > 1:
                 break
-        self._start(admitted)
+        self._start(admitted, now)
+        if self.prefetcher.could_prefetch:
+            self.prefetcher.prefetch(room.spare_pages(), room.spare_slots())
         return dropped
+
+    def _announce(self, candidates: Seq[Sequence]) -> None:
+        """Tells the prefetcher which adapters are coming, in order: no more requests than could start in this step, and
+        behind them one for each adapter that may be loaded ahead.
+        """
+        near = candidates[: self.config.max_running + self.config.prefetch]
+        coming = dict.fromkeys([sequence.adapter_id for sequence in near])
+        coming.pop(BASE_MODEL, None)
+        self.prefetcher.expect(list(coming))
 
     def _may_join(self) -> bool:
         """Whether new requests may join this step: join_every steps after the last ones did, or when nothing runs.
@@ -143,13 +157,13 @@ class Scheduler:
         self._steps_until_join -= 1
         return self._steps_until_join <= 0 or not self.running
 
-    def _bring(self, sequence: Sequence) -> bool:
+    def _bring(self, sequence: Sequence, now: float) -> bool:
         """Whether the sequence's adapter is resident; if not, it is fetched (or already on its way) and claimed."""
         adapter_id = sequence.adapter_id
         if adapter_id == BASE_MODEL:
             return True
         if not self.prefetcher.is_resident(adapter_id):
-            sequence.waited_for_adapter = True
+            sequence.wait_for_adapter(now)
             if adapter_id not in self.prefetcher.held:
                 sequence.fetches += self.prefetcher.fetch(adapter_id, keep=self.claimed)
             if self.config.blocking_loads:
@@ -157,16 +171,16 @@ class Scheduler:
         self.claimed.add(adapter_id)
         return self.prefetcher.is_resident(adapter_id)
 
-    def _start(self, admitted: list[Sequence]) -> None:
+    def _start(self, admitted: list[Sequence], now: float) -> None:
         every = self.config.join_every
         if admitted:  # a step of prefill alone is no step of the running ones
             self._steps_until_join = every + (self.config.separate_prefill and every > 1)
         for sequence in admitted:
-            sequence.slot = self.pool.open_sequence()
+            sequence.start(self.pool.open_sequence(), now)
             if sequence.adapter_id != BASE_MODEL:
                 self.prefetcher.pin(sequence.adapter_id)
                 self.claimed.discard(sequence.adapter_id)
-                self.prefetcher.counts.hits += not (sequence.waited_for_adapter or sequence.preemptions)
+                self.prefetcher.counts.hits += not (sequence.adapter_wait_steps or sequence.preemptions)
             self.waiting.remove(sequence)  # near the front under most policies
             self.running.append(sequence)
 
