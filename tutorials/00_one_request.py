@@ -51,14 +51,14 @@ from slora_ref.engine.inputs import sampling_of
 from slora_ref.request import FinishReason, Request, Sequence
 
 scheduler, prefetcher, executor, clock, model_config, tokenizer = build_parts(
-    MODEL_FOLDER, EngineConfig(pool_pages=96, max_length=32)
+    MODEL_FOLDER, EngineConfig(pool_pages=96, max_length=32, loading="inline")
 )
 pool, store = scheduler.pool, prefetcher.store
 print(f"{model_config.num_layers} layers, hidden {model_config.hidden_size}, {model_config.num_kv_heads} key heads")
 print(f"the pool: {pool.num_pages} pages of {pool.layout.width} numbers in each layer, {pool.free_pages} free")
 
 # %% [markdown]
-# ### Step 1: an adapter gets a name (`store.py`, `adapter/`)
+# ### Step 1: an adapter gets a name (`store/`, `adapter/`)
 # Registering reads the configuration and the header of the weights file: ranks, shapes, scale. No weight is read. So
 # a thousand names cost next to nothing, and whatever cannot be served exactly is refused here and not in the middle
 # of an answer.
@@ -89,10 +89,11 @@ scheduler.add(sequence)
 print(f"waiting: {len(scheduler.waiting)}, running: {len(scheduler.running)}")
 
 # %% [markdown]
-# ### Step 4: its adapter comes into the pool (`prefetch.py`, `pager/`)
+# ### Step 4: its adapter comes into the pool (`prefetch/`, `pager/`)
 # A request enters a step only when its adapter is resident. The first look finds it missing and begins to load it:
-# pages are taken from the same free list that keys and values use. On a CPU the load is a copy and ends at once; on a
-# GPU the other requests would go on meanwhile.
+# pages are taken from the same free list that keys and values use. With `loading="inline"` its file is read and copied
+# on the spot, so that this page is the same in every run; by default both happen beside the steps, and the other
+# requests go on meanwhile.
 
 # %%
 step, _ = scheduler.schedule(clock.now())
