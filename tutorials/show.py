@@ -51,7 +51,7 @@ def excerpt(path: str, begins: str, ends: str = "", language: str = "cpp") -> Ma
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
     """A table; columns of numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
-    numeric = [all(re.match(r"[-+\d.]", row[column]) for row in cells) for column in range(len(header))]
+    numeric = [all(re.fullmatch(r"[-+]?[\d.,]+%?|-", row[column]) for row in cells) for column in range(len(header))]
     rule = ["---:" if right else "---" for right in numeric]
     return Markdown("\n".join("| " + " | ".join(line) + " |" for line in [list(header), rule, *cells]))
 
