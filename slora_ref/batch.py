@@ -29,6 +29,7 @@ class Batch:
         spans: rows by sequence.
         logit_rows: [logits] rows whose logits are wanted.
         sampled: [samples] which of those logits a token is sampled from.
+        wants_logits: whether a request reads the logits themselves.
     """
 
     token_ids: Int[Array, " rows"]
@@ -39,6 +40,7 @@ class Batch:
     spans: Spans
     logit_rows: Int[Array, " logits"]
     sampled: Int[Array, " samples"]
+    wants_logits: bool = True
 
     @classmethod
     def build(cls, work: Seq[Work], pool: PagePool) -> Batch:
@@ -71,6 +73,7 @@ class Batch:
             spans=Spans(slots, row_starts, counts, starts + counts),
             logit_rows=np.arange(logits.sum()) + np.repeat(row_ends - np.cumsum(logits), logits),
             sampled=(np.cumsum(logits) - 1)[samples],
+            wants_logits=any(sequence.request.params.reads_logits for sequence in sequences),
         )
 
 

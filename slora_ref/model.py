@@ -13,7 +13,7 @@ from slora_ref.ops import Ops
 from slora_ref.ops.tables import DOWN, GATE_UP, QKV, LoraGroup, O
 from slora_ref.pager import PagePool
 from slora_ref.rope import rope_table
-from slora_ref.shapes import Array, Float
+from slora_ref.shapes import Array, Float, Int
 
 
 class LlamaModel:
@@ -33,7 +33,11 @@ class LlamaModel:
         self._cos, self._sin = (ops.angle_table(table) for table in rope_table(config, max_positions))
 
     def forward(self, batch: Batch) -> Float[Array, "logits vocab"]:
-        """Runs one step: stores the rows' keys and values, returns the logits of `batch.logit_rows`.
+        """Runs one step: stores the rows' keys and values, returns the logits of `batch.logit_rows`."""
+        return self.logits(self.hidden(batch), batch.logit_rows)
+
+    def hidden(self, batch: Batch) -> Float[Array, "rows hidden"]:
+        """The rows after the last layer and its norm; their keys and values are stored.
 
         About 2 FLOPs a row for each weight; memory traffic is the weights once, plus each adapter and each context
         once.
@@ -45,8 +49,14 @@ class LlamaModel:
         for layer, (weights, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             normed = ops.add_rms_norm(x, self._attention(normed, batch, layer, weights), weights.post_norm, eps)
             normed = ops.add_rms_norm(x, self._feed_forward(normed, batch, layer, weights), next_norm, eps)
-        wanted = ops.embed(normed, batch.logit_rows)
-        return ops.linear(wanted, self.weights.lm_head)[:, : self.config.vocab_size]  # rows of padding are no tokens
+        return normed
+
+    def logits(
+        self, hidden: Float[Array, "rows hidden"], wanted: Int[Array, " logits"]
+    ) -> Float[Array, "logits vocab"]:
+        """The logits of the rows that are wanted, in float32 or better."""
+        logits = self.ops.head(self.ops.embed(hidden, wanted), self.weights.lm_head)
+        return logits[:, : self.config.vocab_size]  # rows of padding are no tokens
 
     def _attention(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights

@@ -66,6 +66,11 @@ class SamplingParams:
         self._check_items("stop", "strings that are not empty", lambda item: isinstance(item, str) and item != "")
         self._check_items("stop_token_ids", "token ids", lambda item: isinstance(item, int) and item >= 0)
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the logits themselves are wanted, not only the tokens chosen from them."""
+        return self.keep_logits or self.logprobs is not None
+
     def _check_items(self, name: str, rule: str, holds: Callable[[Any], bool]) -> None:
         """A list will do too; it becomes the tuple that this class promises."""
         items = getattr(self, name)

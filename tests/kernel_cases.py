@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.ops import attention_arguments, lora_arguments, row_arguments
+from slora_ref.ops import attention_arguments, lora_arguments, row_arguments, sample_arguments
 from slora_ref.ops.kernel_source import DTYPES
 from slora_ref.ops.tables import AdapterTables
 
@@ -421,6 +421,107 @@ def argmax_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0) -> C
     token = np.where(finite, values.argmax(axis=1), np.nan)
     arrays = (np.full(rows, -9, np.int32), np.full(rows, -9, np.int32), logits)
     return Case("argmax", dtype, row_arguments.argmax(*arrays), {"token": token, "finite": finite.astype(np.float64)})
+
+
+def gather_case(dtype: str, seed: int, rows: int, columns: int, gap: int = 0) -> Case:
+    """A case of gather_rows: rows in any order, some twice; those that nobody wants are NaN."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 9, rows).astype(np.int32)
+    values = normal(rng, 9, columns)
+    values[np.setdiff1d(np.arange(9), ids)] = np.nan
+    source, out = store(values, dtype, gap), store(np.full((rows, columns), np.nan), dtype, 2 * gap)
+    want = {"out": source[ids].astype(np.float64)}
+    return Case("gather_rows", dtype, row_arguments.gather_rows(out, source, ids), want)
+
+
+def enter_case(dtype: str, seed: int, rows: int, positions: int) -> Case:
+    """A case of enter_pages: one row in four is padding, slot -1, and its numbers are nonsense."""
+    rng = np.random.default_rng(seed)
+    table = rng.integers(-9, 0, (5, 2, positions)).astype(np.int32)
+    places = rng.permutation(5 * positions)[:rows]
+    slots, at = (places // positions).astype(np.int32), (places % positions).astype(np.int32)
+    k_pages, v_pages = rng.integers(0, 99, (2, len(places))).astype(np.int32)
+    slots[3::4], at[3::4] = -1, 1 << 30
+    want, real = np.full(table.shape, np.nan), slots >= 0
+    want[slots[real], 0, at[real]], want[slots[real], 1, at[real]] = k_pages[real], v_pages[real]
+    arguments = row_arguments.enter_pages(table, slots, at, k_pages, v_pages)
+    untouched = {"sequence_pages": np.isnan(want)}
+    return Case("enter_pages", dtype, arguments, {"sequence_pages": want}, untouched=untouched)
+
+
+# --- sampling ---
+
+FILTERS = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.6, 0.0), (40, 0.9, 0.1), (1, 0.5, 1.0), (7, 0.05, 0.0), (0, 1.0, 0.4)]
+"""top-k, top-p, min-p of a row, in turn."""
+
+
+def sampling_rows(seed: int, rows: int, vocab: int, gap: int, ties: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits, with many of them equal or none, and parameters; one row in five is greedy."""
+    rng = np.random.default_rng(seed)
+    values = normal(rng, rows, vocab, sd=3)
+    values[4::5, [0, -1]] = 50  # the greedy rows
+    logits = store(np.round(values) if ties else values, "float32", gap)
+    filters = [FILTERS[(seed + row) % len(FILTERS)] for row in range(rows)]
+    top_k, top_p, min_p = (np.array(each) for each in zip(*filters, strict=True))
+    temperature = np.where(np.arange(rows) % 5 == 4, 0, rng.choice([0.3, 1.0, 2.0], rows))
+    return logits, {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+
+
+def order_of(logits: np.ndarray) -> np.ndarray:
+    """The order of float32 numbers as sample.h counts it."""
+    bits = (logits.astype(np.float32) + np.float32(0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint32)
+
+
+def kept_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> list[int]:
+    """What top-k, then top-p leave of a row, in sampler.py's order; nothing shared with it but that order."""
+    order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    kept = order[:top_k] if top_k else order
+    weights = [float(np.exp((float(logits[i]) - float(logits[order[0]])) / temperature)) for i in kept]
+    before = np.cumsum(weights) - weights
+    return [i for i, sum_before in zip(kept, before, strict=True) if top_p >= 1 or sum_before < top_p * sum(weights)]
+
+
+def threshold_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False) -> Case:
+    """A case of sample_threshold: the set that (order, ties) leave is what a sort leaves."""
+    logits, how = sampling_rows(seed, rows, vocab, gap, ties)
+    token, keep = logits.argmax(axis=1).astype(np.int32), np.full((rows, 2), -9, np.int32)
+    want, greedy = np.zeros((rows, vocab)), np.repeat(how["temperature"][:, None] == 0, 2, axis=1)
+    for row in np.flatnonzero(how["temperature"]):
+        want[row, kept_tokens(logits[row], how["temperature"][row], how["top_k"][row], how["top_p"][row])] = 1
+
+    def sets(after: dict[str, Any]) -> dict[str, np.ndarray]:
+        order, (least, ties) = order_of(after["logits"]), after["keep"].view(np.uint32).T[..., None]
+        equal = order == least
+        kept = (order > least) | (equal & (np.cumsum(equal, axis=1) <= ties))
+        return {"kept": np.where(how["temperature"][:, None] > 0, kept, 0)}
+
+    floats, top_k = {name: how[name].astype(np.float32) for name in how}, how["top_k"].astype(np.int32)
+    arguments = sample_arguments.sample_threshold(keep, logits, token, floats["temperature"], top_k, floats["top_p"])
+    return Case("sample_threshold", dtype, arguments, {"kept": want}, sets, {"keep": greedy})
+
+
+def draw_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False) -> Case:
+    """A case of sample_draw: NumPy's Philox points at a token of the running sum."""
+    logits, how = sampling_rows(seed, rows, vocab, gap, ties)
+    rng = np.random.default_rng(seed)
+    seeds, positions = rng.integers(0, 1 << 64, rows, np.uint64), rng.integers(0, 9999, rows).astype(np.uint64)
+    token, keep = logits.argmax(axis=1).astype(np.int32), np.zeros((rows, 2), np.uint32)
+    want = token.astype(np.float64)
+    for row in np.flatnonzero(how["temperature"]):
+        heat = how["temperature"][row]
+        kept = kept_tokens(logits[row], heat, how["top_k"][row], how["top_p"][row])
+        order = order_of(logits[row])
+        keep[row] = order[kept].min(), sum(order[kept] == order[kept].min())
+        weights = np.zeros(vocab)
+        weights[kept] = np.exp((logits[row, kept].astype(np.float64) - float(logits[row].max())) / heat)
+        weights[weights < how["min_p"][row]] = 0
+        random = np.random.Generator(np.random.Philox(key=int(seeds[row]), counter=int(positions[row]))).random()
+        want[row] = np.argmax(np.cumsum(weights) > random * weights.sum())
+    floats = {name: how[name].astype(np.float32) for name in how}
+    places = (floats["temperature"], floats["min_p"], seeds, positions)
+    arguments = sample_arguments.sample_draw(token, logits, keep.view(np.int32), *places)
+    return Case("sample_draw", dtype, arguments, {"token": want})
 
 
 def load_case(dtype: str, seed: int, layers: int, count: int, width: int, image_gap: int = 0) -> Case:

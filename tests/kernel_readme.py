@@ -35,7 +35,8 @@ def table(measured: Mapping[str, Mapping[str, str]]) -> str:
         "| --- | --- |" + " ---: |" * len(titles),
     ]
     for operation in dict.fromkeys(map(operation_of, RUNGS)):
-        for kernel in ladder(operation, "float16"):
+        dtype = next(rung.dtypes[-1] for kernel, rung in RUNGS.items() if operation_of(kernel) == operation)
+        for kernel in ladder(operation, dtype):
             numbers = "".join(f" {measured[title].get(kernel, '')} |" for title in titles)
             lines.append(f"| [{kernel}]({kernel}.cu) | {new_here(kernel)} |{numbers}")
     return "\n".join(lines)

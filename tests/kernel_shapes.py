@@ -88,6 +88,16 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
             cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS, out_gap=GAPS
         ),
         "argmax": lambda: built(cases.argmax_case, dtype, rows=row_counts, vocab=st.integers(1, 999), gap=GAPS),
+        "gather_rows": lambda: built(
+            cases.gather_case, dtype, rows=row_counts, columns=st.integers(1, 600), gap=GAPS
+        ),
+        "enter_pages": lambda: built(cases.enter_case, dtype, rows=st.integers(1, 40), positions=st.integers(8, 60)),
+        "sample_threshold": lambda: built(
+            cases.threshold_case, dtype, rows=small, vocab=st.integers(1, 999), gap=GAPS, ties=st.booleans()
+        ),
+        "sample_draw": lambda: built(
+            cases.draw_case, dtype, rows=small, vocab=st.integers(1, 3000), gap=GAPS, ties=st.booleans()
+        ),
         "load_pages": lambda: built(cases.load_case, dtype, layers=small, count=small, width=st.integers(1, 300)),
     }
     return table[operation]()
@@ -143,6 +153,17 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.argmax_case(dtype, 1, 7, 300, 5),
             cases.argmax_case(dtype, 2, 4, 1024),
             cases.argmax_case(dtype, 3, 8, 1021, 3),
+        ],
+        "gather_rows": lambda: [cases.gather_case(dtype, 1, 5, 300, 3), cases.gather_case(dtype, 2, 3, 512)],
+        "enter_pages": lambda: [cases.enter_case(dtype, 1, 37, 60), cases.enter_case(dtype, 2, 7, 8)],
+        "sample_threshold": lambda: [
+            cases.threshold_case(dtype, 1, 7, 1100, 3),
+            cases.threshold_case(dtype, 2, 7, 90, 0, True),
+        ],
+        "sample_draw": lambda: [
+            cases.draw_case(dtype, 1, 7, 2100, 3),
+            cases.draw_case(dtype, 2, 40, 90, 0, True),
+            cases.draw_case(dtype, 3, 40, 2100, 0, True),
         ],
         "load_pages": lambda: [
             cases.load_case(dtype, 1, 3, 5, 101),

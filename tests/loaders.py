@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slora_ref.errors import LoadFailed
@@ -16,14 +17,20 @@ class DelayedLoader:
 
     Args:
         pool, store: where to and where from; None: it moves no weights, for tests that count pages only.
+        write: puts an adapter's image into its pages, where that is not the pool's business.
     """
 
-    def __init__(self, pool: PagePool | None = None, store: AdapterStore | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool | None = None,
+        store: AdapterStore | None = None,
+        write: Callable[[int, Any], None] | None = None,
+    ) -> None:
         self.polls: dict[int, int] = {}  # adapter id -> polls that a load is not ready for; 0 where not named
         self.failing: set[int] = set()  # adapters whose loads fail
         self.seconds = 0.0
         self.started: list[int] = []  # every load so far, in order
-        self._pool, self._store = pool, store
+        self._write, self._store = write or (pool.write_adapter if pool else None), store
         self._under_way: dict[int, int] = {}  # adapter id -> polls still to come
         self._brought: dict[int, Any] = {}  # adapter id -> its weights, or why they could not be had
 
@@ -50,8 +57,8 @@ class DelayedLoader:
             return LoadFailed(f"adapter {adapter_id} fails as planned")
         if isinstance(brought, LoadFailed):
             return brought
-        if self._pool is not None:
-            self._pool.write_adapter(adapter_id, brought)
+        if self._write is not None:
+            self._write(adapter_id, brought)
         return None
 
     def wait(self) -> None:

@@ -5,6 +5,7 @@ Poison is on and pages come in random order unless a test says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,11 @@ from tiny import tiny_config, write_adapter_folder, write_model_folder
 from slora_ref import Completion, Engine, EngineConfig, FinishReason, SamplingParams
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.checkpoint import load_checkpoint
+from slora_ref.device_loader import DeviceLoader
+from slora_ref.engine.build import assemble
+from slora_ref.engine.devices import KernelDevice
+from slora_ref.ops.host_kernels import HostKernels
+from slora_ref.ops.host_ops import HostOps
 from slora_ref.pager import PageLayout
 from slora_ref.reference import Reference
 from slora_ref.sampler import filtered_probabilities, noise
@@ -77,11 +83,25 @@ def reference_logits(weights: str | None, ids: tuple[int, ...]) -> np.ndarray:
     return reference(weights).logits(list(ids))
 
 
-def new_engine(adapters: Mapping[str, str] | None = None, **options: Any) -> Engine:
-    """An engine of T0 with adapters {name: weights}."""
+def open_engine(config: EngineConfig, on: str) -> Engine:
+    """An engine of T0: "cpu", in NumPy; "host", by the kernels through g++; "cuda", by the kernels on a GPU."""
+    if on != "host":
+        return Engine.from_pretrained(model_folder(), dataclasses.replace(config, device=on))
+    device = KernelDevice(config, HostOps(np.float32, kernels=host_kernels()))
+    return Engine(*assemble(CONFIG, load_checkpoint(model_folder(), CONFIG, "float32"), None, device, config))
+
+
+@functools.cache
+def host_kernels() -> HostKernels:
+    """One for all, so that each library is opened once."""
+    return HostKernels()
+
+
+def new_engine(adapters: Mapping[str, str] | None = None, on: str = "cpu", **options: Any) -> Engine:
+    """An engine of T0 with adapters {name: weights}, on one of the places of `open_engine`."""
     chosen = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64, "poison": True}
     chosen |= {"page_order_seed": 0, "loading": "inline"}
-    engine = Engine.from_pretrained(model_folder(), EngineConfig(**(chosen | options)))
+    engine = open_engine(EngineConfig(**(chosen | options)), on)
     for name, weights in (adapters or {}).items():
         engine.add_adapter(name, adapter_folder(weights))
     return engine
@@ -100,8 +120,17 @@ def without_shape_checks() -> Iterator[None]:
 
 def delay_loads(engine: Engine) -> DelayedLoader:
     """Gives the engine a loader whose loads take as many polls as the test plans, and may fail."""
-    engine.prefetcher.loader = loader = DelayedLoader(engine.pool, engine.store)
+    inner = engine.prefetcher.loader
+    write = functools.partial(write_at_once, inner) if isinstance(inner, DeviceLoader) else None
+    engine.prefetcher.loader = loader = DelayedLoader(engine.pool, engine.store, write)
     return loader
+
+
+def write_at_once(loader: DeviceLoader, adapter_id: int, image: np.ndarray) -> None:
+    """What the device's loader does, and waits for it."""
+    loader.copy(adapter_id, image)
+    loader.wait()
+    assert loader.completed() == [(adapter_id, None)]
 
 
 def adapter_id(engine: Engine, name: str) -> int:

@@ -121,9 +121,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     covered: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, admission: str) -> None:
+    def __init__(self, admission: str, on: str = "cpu") -> None:
         super().__init__()
-        self.admission = admission
+        self.admission, self.on = admission, on
         self.engine: Engine | None = None
         self.names: dict[str, str] = {}  # registered name -> weights
         self.stories: dict[int, Story] = {}
@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         polls=st.integers(0, 6),
     )
     def build(self, options: dict[str, Any], weights: list[str], polls: int) -> None:
-        self.engine = new_engine(admission=self.admission, **options)
+        self.engine = new_engine(on=self.on, admission=self.admission, **options)
         self.config = self.engine.scheduler.config
         self.loader = delay_loads(self.engine)
         for name, chosen in zip(NAMES, weights, strict=True):

@@ -30,8 +30,8 @@ PACKAGE = ROOT / "slora_ref"
 # A module imports only from those before it. `__init__` re-exports the public names, so it comes after the engine.
 ORDER = """
     errors options shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch
-    step batch rope reference model sampler policy scheduler clock executor engine __init__ metrics workload simulate
-    baselines paper toy bench demo cli __main__
+    device_loader step batch rope reference model sampler policy scheduler clock executor engine __init__ metrics
+    workload simulate baselines paper toy bench demo cli __main__
 """.split()
 
 # What `pip install slora_ref` alone does not bring: nothing may need it to be imported, with two exceptions.

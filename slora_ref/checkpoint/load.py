@@ -7,7 +7,7 @@ the peak is the size of the weights. Which file holds a tensor is the business o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,15 @@ def vocabulary_names(files: TensorFiles, config: ModelConfig, prefix: str) -> li
     return present if config.tie_word_embeddings and present else names
 
 
-def load_checkpoint(folder: str | Path, config: ModelConfig, dtype: npt.DTypeLike = np.float32) -> ModelWeights:
-    """The weights of `folder` in `dtype`; peak memory is the result and 8 MB.
+def _here(array: Array) -> Array:
+    return array
+
+
+def load_checkpoint(
+    folder: str | Path, config: ModelConfig, dtype: npt.DTypeLike = np.float32, place: Callable[[Array], Array] = _here
+) -> ModelWeights:
+    """The weights of `folder` in `dtype`; peak memory is the result and 8 MB. With `place`, which copies an array to
+    where it is wanted, one layer at a time, or embedding and head, is in host memory.
 
     Raises CheckpointError for damage and contradictions, UnsupportedModel for a tensor that the model has no place for.
     """
@@ -85,8 +92,11 @@ def load_checkpoint(folder: str | Path, config: ModelConfig, dtype: npt.DTypeLik
     with TensorFiles(Path(folder)) as files:
         prefix = checked_prefix(files, config)
         embed, head = _embed_and_head(files, config, prefix, chosen)
-        layers = tuple(_layer(files, config, f"{prefix}layers.{i}", chosen) for i in range(config.num_layers))
-        return ModelWeights(embed, layers, files.merged([f"{prefix}norm.weight"], chosen), head)
+        placed = place(embed)
+        head = placed if head is embed else place(head)
+        names = [f"{prefix}layers.{i}" for i in range(config.num_layers)]
+        layers = tuple(_layer(files, config, name, chosen).placed(place) for name in names)
+        return ModelWeights(placed, layers, place(files.merged([f"{prefix}norm.weight"], chosen)), head)
 
 
 def check_checkpoint(folder: str | Path, config: ModelConfig) -> int:

@@ -6,7 +6,9 @@ are [d_out, d_in], as checkpoints store them: y = x W.T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,11 @@ class LayerWeights:
     down: Float[Array, "hidden ffn"]
     down_bias: Float[Array, " hidden"] | None
 
+    def placed(self, place: Callable[[Array], Array]) -> LayerWeights:
+        """The same, each array where `place` puts it."""
+        arrays: dict[str, Any] = {name: None if array is None else place(array) for name, array in vars(self).items()}
+        return replace(self, **arrays)
+
 
 @dataclass(frozen=True)
 class ModelWeights:
@@ -44,35 +51,45 @@ class ModelWeights:
     lm_head: Float[Array, "head_rows hidden"]
 
 
+Draw = Callable[[tuple[int, ...], float], Array]
+"""From a shape and a standard deviation to an array of normal numbers of mean 0."""
+
+
 def random_weights(config: ModelConfig, seed: int, dtype: npt.DTypeLike = np.float32) -> ModelWeights:
     """Weights from a seed, of a size that keeps every layer's output near 1 and gives logits of 1 to 10."""
-    rng = np.random.default_rng(seed)
-    chosen = float_dtype(dtype)
+    rng, chosen = np.random.default_rng(seed), float_dtype(dtype)
+    return drawn_weights(
+        config, lambda shape, sd: _normal(rng, shape, sd, chosen), lambda width: _norm(rng, width, chosen)
+    )
+
+
+def drawn_weights(config: ModelConfig, draw: Draw, draw_norm: Callable[[int], Array]) -> ModelWeights:
+    """Random weights, wherever `draw` and `draw_norm` (from a width) make them."""
     head_size = 2 * config.hidden_size**-0.5
-    embed = _normal(rng, (config.vocab_size, config.hidden_size), head_size, chosen)
-    layers = tuple(_random_layer(rng, config, chosen) for _ in range(config.num_layers))
-    head = embed if config.tie_word_embeddings else _normal(rng, embed.shape, head_size, chosen)
-    return ModelWeights(embed, layers, _norm(rng, config.hidden_size, chosen), head)
+    embed = draw((config.vocab_size, config.hidden_size), head_size)
+    layers = tuple(_drawn_layer(config, draw, draw_norm) for _ in range(config.num_layers))
+    head = embed if config.tie_word_embeddings else draw(embed.shape, head_size)
+    return ModelWeights(embed, layers, draw_norm(config.hidden_size), head)
 
 
-def _random_layer(rng: np.random.Generator, config: ModelConfig, dtype: np.dtype[np.generic]) -> LayerWeights:
+def _drawn_layer(config: ModelConfig, draw: Draw, draw_norm: Callable[[int], Array]) -> LayerWeights:
     """One layer: matrices of variance 1 / d_in, biases of size 0.1 where the config has them, norms near 1."""
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv_width = config.q_width + 2 * config.kv_width
 
     def matrix(d_out: int, d_in: int) -> Array:
-        return _normal(rng, (d_out, d_in), d_in**-0.5, dtype)
+        return draw((d_out, d_in), d_in**-0.5)
 
     def bias(width: int, present: bool) -> Array | None:
-        return _normal(rng, (width,), 0.1, dtype) if present else None
+        return draw((width,), 0.1) if present else None
 
     return LayerWeights(
-        input_norm=_norm(rng, hidden, dtype),
+        input_norm=draw_norm(hidden),
         qkv=matrix(qkv_width, hidden),
         qkv_bias=bias(qkv_width, config.attention_bias),
         o=matrix(hidden, config.q_width),
         o_bias=bias(hidden, config.attention_bias),
-        post_norm=_norm(rng, hidden, dtype),
+        post_norm=draw_norm(hidden),
         gate_up=matrix(2 * inner, hidden),
         gate_up_bias=bias(2 * inner, config.mlp_bias),
         down=matrix(hidden, inner),

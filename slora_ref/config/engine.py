@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slora_ref.errors import ConfigError
-from slora_ref.options import check_choice, check_switch, check_whole
+from slora_ref.options import check_choice, check_real, check_switch, check_whole, is_finite
 
 MOST_SLOTS = 1 << 16  # sequences or adapters: their tables are allocated at start
 MOST_BYTES = 1 << 50
+DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float16", "bfloat16", "float32")}
+"""What each device computes in, the usual one first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +22,12 @@ class EngineConfig:
     """Options of one engine.
 
     Args:
-        device: where the model runs; this version has the CPU.
-        dtype: of weights, activations and pool.
+        device: where the model runs: "cpu", in NumPy, or "cuda", by the kernels of kernels_cu.
+        dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
-        pool_bytes: size of the pool where pool_pages is None.
+        pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.
+        memory_fraction: of the GPU's memory that weights, workspace and pool may take together (vLLM:
+            gpu_memory_utilization).
         max_running: most sequences in a step.
         max_batched_tokens: most rows in a step.
         max_length: longest prompt + output in tokens; None: the model's max_position_embeddings.
@@ -47,10 +51,11 @@ class EngineConfig:
         page_order_seed: hand out pages in a random order (tests).
     """
 
-    device: Literal["cpu"] = "cpu"
-    dtype: str = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "auto"
     pool_pages: int | None = None
-    pool_bytes: int = 256 << 20
+    pool_bytes: int | None = None
+    memory_fraction: float = 0.9
     max_running: int = 128
     max_batched_tokens: int = 512
     max_length: int | None = None
@@ -71,8 +76,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuses, with the numbers, what cannot run."""
-        check_choice(ConfigError, "device", self.device, ("cpu",))
-        check_choice(ConfigError, "dtype", self.dtype, ("float32", "float64"))
+        check_choice(ConfigError, "device", self.device, tuple(DTYPES))
+        check_choice(ConfigError, "dtype", self.dtype, ("auto", *DTYPES[self.device]))
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", DTYPES[self.device][0])
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
@@ -83,8 +90,11 @@ class EngineConfig:
         check_whole(ConfigError, "max_batched_tokens", self.max_batched_tokens, 1)
         for name in ("max_running", "max_adapters"):
             check_whole(ConfigError, name, getattr(self, name), 1, MOST_SLOTS)
-        for name in ("pool_bytes", "host_bytes"):
-            check_whole(ConfigError, name, getattr(self, name), 1, MOST_BYTES)
+        check_whole(ConfigError, "host_bytes", self.host_bytes, 1, MOST_BYTES)
+        if self.pool_bytes is not None:
+            check_whole(ConfigError, "pool_bytes", self.pool_bytes, 1, MOST_BYTES)
+        share = self.memory_fraction
+        check_real(ConfigError, "memory_fraction", share, is_finite(share) and 0 < share <= 1, "above 0 and at most 1")
         check_whole(ConfigError, "seed", self.seed, 0, (1 << 64) - 1)
         for name, least in (("pool_pages", 1), ("max_length", 1), ("page_order_seed", 0)):
             if getattr(self, name) is not None:

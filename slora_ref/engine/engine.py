@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from slora_ref.config import EngineConfig
-from slora_ref.engine.build import build_parts
+from slora_ref.config import EngineConfig, ModelConfig
+from slora_ref.engine.build import build_parts, build_random_parts
 from slora_ref.engine.inputs import Prompt, make_request, one_for_each, seed_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.loop import EngineLoop
@@ -35,6 +35,17 @@ class Engine(EngineLoop):
             implemented. ConfigError: the options cannot work for this model.
         """
         return cls(*build_parts(Path(folder), config, policy))
+
+    @classmethod
+    def from_config(
+        cls, model: ModelConfig, config: EngineConfig = DEFAULTS, seed: int = 0, policy: Policy | None = None
+    ) -> Engine:
+        """The usual engine with random weights, made where they are used (transformers' name), without a tokenizer.
+
+        Raises:
+            ConfigError: the options cannot work for this model.
+        """
+        return cls(*build_random_parts(model, config, seed, policy))
 
     # --- adapters ---
 

@@ -34,11 +34,13 @@ class Live:
         if self.sequence.request.params.keep_logits:
             self.sequence.logits += [row.copy() for row in logits[len(self.sequence.logits) - work.start :]]
 
-    def take(self, token: int, logits: Float[Array, " vocab"], end_tokens: tuple[int, ...]) -> FinishReason | None:
+    def take(
+        self, token: int, logits: Float[Array, " vocab"] | None, end_tokens: tuple[int, ...]
+    ) -> FinishReason | None:
         """Appends a generated token and its text.
 
         Args:
-            logits: [vocab] that the token was chosen from.
+            logits: [vocab] that the token was chosen from; None: nobody in this step reads them.
             end_tokens: of the model.
 
         Returns:
@@ -46,6 +48,7 @@ class Live:
         """
         sequence, params = self.sequence, self.sequence.request.params
         if params.logprobs is not None:
+            assert logits is not None, "a step whose requests read logits came without"
             sequence.logprobs.append(log_probabilities(logits, token, params.logprobs))
         sequence.tokens.append(token)
         if self.stream is not None:

@@ -96,16 +96,18 @@ class EngineLoop:
         samples = iter(zip(result.tokens.tolist(), result.finite.tolist(), strict=True))
         row, now = 0, self.clock.now()
         for item in work:
-            live, logits = self._live[item.sequence.number], result.logits[row : row + item.logit_rows]
+            live = self._live[item.sequence.number]
+            logits = None if result.logits is None else result.logits[row : row + item.logit_rows]
             row += item.logit_rows
             token, finite = next(samples) if item.samples else (-1, True)
             reason, error = None, None
             try:
-                live.keep_logits(item, logits)
+                if logits is not None:
+                    live.keep_logits(item, logits)
                 if not finite:
                     reason, error = FinishReason.ERROR, "the logits are not finite: the adapter or the prompt overflows"
                 elif item.samples:
-                    reason = live.take(token, logits[-1], self.model_config.eos_token_ids)
+                    reason = live.take(token, None if logits is None else logits[-1], self.model_config.eos_token_ids)
                     self._tell(live, token, now)
             except Exception as failure:  # noqa: BLE001  what one request's data breaks, ends that request alone
                 reason, error = FinishReason.ERROR, f"the request failed: {failure!r}"

@@ -1,13 +1,15 @@
 """CudaKernels: compiles the .cu files with NVRTC through CuPy and launches them on the current stream.
 
-Every argument is checked before a launch. Launching allocates nothing and waits for nothing. On sm_90 a kernel that
-begins with wait_for_previous() is launched by the driver's cuLaunchKernelEx, so that it may start before the kernel
-before it has ended (programmatic dependent launch); CuPy has no call for that. Everywhere else it is a plain launch.
+Every argument is checked and packed once; then a launch is one call of the driver, which allocates nothing and waits
+for nothing. It is cuLaunchKernelEx, for which CuPy has no call: on sm_90 a kernel that begins with wait_for_previous()
+may start before the kernel before it has ended (programmatic dependent launch).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class CudaKernels:
         self.device = cupy.cuda.Device()
         self.early_start = early_start and int(self.device.compute_capability) >= 90
         self._functions: dict[tuple[str, str], Any] = {}
-        self._driver = ctypes.CDLL("libcuda.so.1") if self.early_start else None
+        self._driver = ctypes.CDLL("libcuda.so.1")
 
     def function(self, kernel: str, dtype: Any) -> Any:
         """A kernel, compiled when first used; CuPy keeps the machine code in its own cache folder."""
@@ -69,30 +71,40 @@ class CudaKernels:
         return self._functions[key]
 
     def run(self, launch: Launch) -> None:
-        """Launches on the current stream.
+        """Launches on the current stream, once."""
+        self.prepare(launch)()
+
+    def prepare(self, launch: Launch) -> Callable[[], None]:
+        """Checks and packs a launch; what comes back starts it, on the stream that is current now, and checks no more.
 
         Raises:
-            KernelError: an argument does not fit, or the driver refuses the launch.
+            KernelError: an argument does not fit, or (when it is called) the driver refuses the launch.
         """
         for name, value in launch.arguments.items():
             self._check(name, value)
         if 0 in launch.grid:
-            return
+            return _nothing
         function = self.function(launch.kernel, launch.dtype)
         if launch.shared > PLAIN_SHARED and function.max_dynamic_shared_size_bytes < launch.shared:
             function.max_dynamic_shared_size_bytes = launch.shared
-        if launch.after_start and self._driver is not None:
-            self._run_early(launch, function)
-        else:
-            values = tuple(_pointer(value) for value in launch.arguments.values())
-            function(launch.grid, (launch.threads,), values, shared_mem=launch.shared)
+        values = [_ctype(value) for value in launch.arguments.values()]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        config = _config(launch, early=launch.after_start and self.early_start)
+        handle = ctypes.c_void_p(function.kernel.ptr)
+        start = partial(self._driver.cuLaunchKernelEx, ctypes.byref(config), handle, pointers, None)
+
+        def run(keep: tuple[Any, ...] = (launch, values)) -> None:
+            failed = start()
+            if failed:
+                raise KernelError(f"{launch.kernel}: the driver refuses the launch with error {failed}")
+
+        return run
 
     def _check(self, name: str, value: Any) -> None:
         if value is None or isinstance(value, np.generic):
             return
         if isinstance(value, np.ndarray):
-            kind = cupy.cuda.runtime.pointerGetAttributes(value.ctypes.data).type
-            if kind != HOST_MEMORY:
+            if not is_pinned(value):
                 raise KernelError(f"argument {name}: is in pageable host memory; put it on the GPU, or pin it")
             address = value.ctypes.data
         elif value.device.id != self.device.id:
@@ -102,31 +114,26 @@ class CudaKernels:
         if address % ALIGNMENT:
             raise KernelError(f"argument {name}: starts at {address:#x}, not at a multiple of {ALIGNMENT} bytes")
 
-    def _run_early(self, launch: Launch, function: Any) -> None:
-        """The launch with one attribute more than CuPy can give it."""
-        values = [_ctype(value) for value in launch.arguments.values()]
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        attribute = _Attribute(id=SERIALIZATION, value=1)
-        config = _Config(
-            grid=launch.grid,
-            block=(launch.threads, 1, 1),
-            shared=launch.shared,
-            stream=cupy.cuda.get_current_stream().ptr,
-            attributes=ctypes.pointer(attribute),
-            count=1,
-        )
-        handle = ctypes.c_void_p(function.kernel.ptr)
-        assert self._driver is not None
-        failed = self._driver.cuLaunchKernelEx(ctypes.byref(config), handle, pointers, None)
-        if failed:
-            raise KernelError(f"{launch.kernel}: the driver refuses the launch with error {failed}")
+
+def is_pinned(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a kernel can read this NumPy array over the link."""
+    return bool(cupy.cuda.runtime.pointerGetAttributes(array.ctypes.data).type == HOST_MEMORY)
 
 
-def _pointer(value: Any) -> Any:
-    """An argument as CuPy takes it: pinned host memory and an absent array are addresses."""
-    if value is None:
-        return np.uintp(0)
-    return np.uintp(value.ctypes.data) if isinstance(value, np.ndarray) else value
+def _nothing() -> None:
+    """A launch of no blocks."""
+
+
+def _config(launch: Launch, early: bool) -> _Config:
+    """The launch's sizes, and the one attribute that CuPy cannot give it."""
+    return _Config(
+        grid=launch.grid,
+        block=(launch.threads, 1, 1),
+        shared=launch.shared,
+        stream=cupy.cuda.get_current_stream().ptr,
+        attributes=ctypes.pointer(_Attribute(id=SERIALIZATION, value=1)),
+        count=int(early),
+    )
 
 
 def _ctype(value: Any) -> Any:

@@ -7,27 +7,46 @@ that makes a result as wide. So a forward pass allocates nothing once the larges
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
+import cupyx
 import numpy as np
-from cupy.cuda.device import get_cublas_handle
-from cupy_backends.cuda.libs import cublas
 
-from slora_ref.ops.cuda_kernels import CudaKernels
+from slora_ref.ops import row_arguments
+from slora_ref.ops.cuda_blas import Cublas
+from slora_ref.ops.cuda_kernels import CudaKernels, is_pinned
+from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
-from slora_ref.ops.launch import Launch, row_stride
-from slora_ref.shapes import Array, Float, Int
+from slora_ref.ops.launch import Launch
+from slora_ref.ops.tape import Work
+from slora_ref.shapes import Array, Float
 
-CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
-COMPUTE_FLOAT32 = 68  # CUBLAS_COMPUTE_32F: sums in float32
-DEFAULT_ALGORITHM = -1
-_ONE, _ZERO = np.array(1, np.float32), np.array(0, np.float32)
+
+class Passed(Ticket):
+    """For what a stream has been given: an event before it and one behind it."""
+
+    def __init__(self) -> None:
+        self.begin, self.event = cupy.cuda.Event(), cupy.cuda.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has passed the event."""
+        return bool(self.event.done)
+
+    def wait(self) -> None:
+        """Waits for that."""
+        self.event.synchronize()
+
+    def seconds(self) -> float:
+        """Between the two events."""
+        return float(cupy.cuda.get_elapsed_time(self.begin, self.event)) / 1e3
 
 
 class CudaOps(KernelOps):
-    """KernelOps on CuPy arrays, on the current device and stream.
+    """KernelOps on CuPy arrays, on the current device and on the stream that is current when this is made.
 
     Args:
         dtype, rungs, max_rank: see KernelOps.
@@ -42,12 +61,16 @@ class CudaOps(KernelOps):
         kernels: CudaKernels | None = None,
     ) -> None:
         super().__init__(dtype, rungs, max_rank)
-        self.kernels = kernels or CudaKernels()
+        self.kernels, self.cublas = kernels or CudaKernels(), Cublas()
+        self.cublas.use_current_stream()
+        self.stream, self.side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
         self._memory: dict[tuple[str, str], Any] = {}
 
-    def launch(self, launch: Launch) -> None:
-        """Starts a kernel on the current stream and returns at once."""
-        self.kernels.run(launch)
+    def prepare(self, launch: Launch) -> Work:
+        """Starts a kernel on the stream that is current now, and returns at once."""
+        return self.kernels.prepare(launch)
+
+    # --- memory ---
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """The memory kept for `name`, enlarged when it is too small."""
@@ -66,16 +89,62 @@ class CudaOps(KernelOps):
             kept.set(np.ascontiguousarray(array, dtype))
         return kept
 
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Zeros on the GPU."""
+        return cupy.zeros(shape, dtype)
+
+    def staging(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Pinned host memory."""
+        return cupyx.zeros_pinned(shape, dtype)
+
+    def readable(self, array: Array) -> Array:
+        """Itself, or a copy in pinned memory."""
+        if is_pinned(array):
+            return array
+        pinned = cupyx.empty_pinned(array.shape, array.dtype)
+        pinned[...] = array
+        return pinned
+
+    def upload(self, to: Array, staged: Array) -> Passed:
+        """Copies on the current stream."""
+        stream, ticket = cupy.cuda.get_current_stream(), Passed()
+        kind = cupy.cuda.runtime.memcpyHostToDevice
+        ticket.begin.record(stream)
+        cupy.cuda.runtime.memcpyAsync(_address(to), staged.ctypes.data, staged.nbytes, kind, stream.ptr)
+        ticket.event.record(stream)
+        return ticket
+
+    def write(self, to: Array, array: Array) -> None:
+        """Copies on the current stream; CUDA takes pageable memory into its own before it returns."""
+        target: Any = to
+        target.set(array)
+
+    def fetch(self, array: Array) -> Array:
+        """Copies on the current stream and waits for it."""
+        return cupy.asnumpy(array)
+
+    def download(self, to: Array, array: Array) -> None:
+        """Copies on the current stream and waits for it."""
+        stream, kind = cupy.cuda.get_current_stream(), cupy.cuda.runtime.memcpyDeviceToHost
+        cupy.cuda.runtime.memcpyAsync(to.ctypes.data, _address(array), to.nbytes, kind, stream.ptr)
+        stream.synchronize()
+
+    @contextmanager
+    def beside(self) -> Iterator[Passed]:
+        """On a second stream, which first waits for what the main stream has been given so far."""
+        ticket = Passed()
+        ticket.event.record(self.stream)
+        self.side.wait_event(ticket.event)
+        with self.side:
+            ticket.begin.record(self.side)
+            yield ticket
+            ticket.event.record(self.side)
+
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
         """The table on the device, in memory of its own."""
         return cupy.asarray(table, np.float32)
 
-    def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
-        """The embedding rows of `ids`."""
-        out = self.empty(f"embed_{len(weight)}", (len(ids), weight.shape[1]), self.dtype)
-        bits = f"uint{8 * self.dtype.itemsize}"  # a copy of bits, whatever the numbers
-        cupy.take(weight.view(bits), self.put("ids", ids, np.int64), axis=0, out=out.view(bits))
-        return out
+    # --- products ---
 
     def linear(
         self,
@@ -83,21 +152,23 @@ class CudaOps(KernelOps):
         weight: Float[Array, "d_out d_in"],
         bias: Float[Array, " d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
-        """y = x W^T + bias by cuBLAS, which sees the transposes: y^T = W x^T, its arrays being column by column."""
-        (rows, d_in), d_out, kind = x.shape, weight.shape[0], CUDA_TYPES[self.dtype.name]
-        y = self.empty(f"linear_{d_out}", (rows, d_out), self.dtype)
-        if bias is not None:
-            bits = f"uint{8 * self.dtype.itemsize}"
-            y.view(bits)[...] = bias.view(bits)
-        if not rows:
+        """y = x W^T + bias by cuBLAS; a bias is first copied into every row."""
+        y = self.empty(f"linear_{len(weight)}", (len(x), len(weight)), self.dtype)
+        if not len(x):
             return y
-        sizes = (cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, d_out, rows, d_in)
-        alpha, beta = _ONE.ctypes.data, (_ZERO if bias is None else _ONE).ctypes.data
-        places = (alpha, *_matrix(weight, kind), *_matrix(x, kind), beta, *_matrix(y, kind))
-        cublas.gemmEx(get_cublas_handle(), *sizes, *places, COMPUTE_FLOAT32, DEFAULT_ALGORITHM)
+        if bias is not None:
+            first = self.new((len(x),), np.int32)
+            self.run("gather_rows", row_arguments.gather_rows(y, bias[None], first))
+        self.do("gemm", self.cublas.product(y, x, weight, add=bias is not None))
+        return y
+
+    def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
+        """Logits x W^T in float32, by cuBLAS."""
+        y = self.empty("logits", (len(x), len(weight)), np.float32)
+        if len(x):
+            self.do("gemm", self.cublas.product(y, x, weight))
         return y
 
 
-def _matrix(array: Any, kind: int) -> tuple[int, int, int]:
-    """Address, type and row stride, as cuBLAS takes a matrix."""
-    return int(array.data.ptr), kind, int(row_stride(array))
+def _address(array: Any) -> int:
+    return int(array.data.ptr)

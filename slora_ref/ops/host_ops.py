@@ -5,15 +5,35 @@ Slow, and exact in what it refuses: see kernels_cu/README.md. Base products are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from slora_ref.ops.host_kernels import HostKernels
+from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
-from slora_ref.shapes import Array, Float, Int
+from slora_ref.ops.tape import Work
+from slora_ref.shapes import Array, Float
+
+
+class Done(Ticket):
+    """For what was done at once."""
+
+    @property
+    def done(self) -> bool:
+        """It has."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self) -> float:
+        """Not measured: the host build is no model of a device's speed."""
+        return 0.0
 
 
 class HostOps(KernelOps):
@@ -37,9 +57,9 @@ class HostOps(KernelOps):
         super().__init__(dtype, rungs, max_rank)
         self.kernels, self.order, self.seed = kernels or HostKernels(), order, seed
 
-    def launch(self, launch: Launch) -> None:
+    def prepare(self, launch: Launch) -> Work:
         """Runs a kernel to its end."""
-        self.kernels.run(launch, self.order, self.seed)
+        return partial(self.kernels.run, launch, self.order, self.seed)
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array, filled with 0xFF bytes: NaN, so that a number that no kernel wrote shows."""
@@ -51,13 +71,43 @@ class HostOps(KernelOps):
         """The array itself where it fits, else a converted copy."""
         return np.ascontiguousarray(array, dtype)
 
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Zeros."""
+        return np.zeros(shape, dtype)
+
+    def staging(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array like any other."""
+        return np.zeros(shape, dtype)
+
+    def readable(self, array: Array) -> Array:
+        """Itself."""
+        return array
+
+    def upload(self, to: Array, staged: Array) -> Done:
+        """A copy."""
+        to[...] = staged
+        return Done()
+
+    def write(self, to: Array, array: Array) -> None:
+        """A copy."""
+        to[...] = array
+
+    def fetch(self, array: Array) -> Array:
+        """A copy, since the memory of a result may be used again."""
+        return np.array(array)
+
+    def download(self, to: Array, array: Array) -> None:
+        """A copy."""
+        to[...] = array
+
+    @contextmanager
+    def beside(self) -> Iterator[Done]:
+        """At once."""
+        yield Done()
+
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
         """The table in float32, whatever the storage."""
         return np.ascontiguousarray(table, np.float32)
-
-    def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
-        """The embedding rows of `ids`."""
-        return np.ascontiguousarray(weight[ids])
 
     def linear(
         self,
@@ -66,5 +116,18 @@ class HostOps(KernelOps):
         bias: Float[Array, " d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
         """y = x W^T + bias, in float32 and rounded once, as a GPU's library does."""
-        y = x.astype(np.float32) @ weight.astype(np.float32).T
-        return (y if bias is None else y + bias.astype(np.float32)).astype(self.dtype)
+        return self._product(x, weight, bias, self.dtype)
+
+    def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
+        """Logits x W^T in float32."""
+        return self._product(x, weight, None, np.float32)
+
+    def _product(self, x: Array, weight: Array, bias: Array | None, dtype: Any) -> Array:
+        out = self.empty("product", (len(x), len(weight)), dtype)
+
+        def multiply() -> None:
+            y = x.astype(np.float32) @ weight.astype(np.float32).T
+            out[...] = y if bias is None else y + bias.astype(np.float32)
+
+        self.do("gemm", multiply)
+        return out

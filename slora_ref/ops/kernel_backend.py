@@ -1,12 +1,13 @@
 """KernelBackend: how a launch runs and where its arrays lie, and what the launches of a step share.
 
-A subclass provides three methods. Memory comes from `empty`, so that a backend can hand out the same memory every step.
+A subclass provides a few methods. Memory comes from `empty`, so that a backend can hand out the same memory every step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,39 +17,57 @@ from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
 from slora_ref.ops.rungs import fastest, make_launch, operation_of
 from slora_ref.ops.tables import Segments, Spans
+from slora_ref.ops.tape import Part, Tape, Work, part_of
 from slora_ref.shapes import Array
 
 
 @dataclass(frozen=True)
-class LoraStep:
-    """What all LoRA launches of a step share: the plan's arrays on the device.
+class LoraStep(Segments):
+    """Segments, and what all LoRA launches of their step share: the plan's arrays on the device.
 
     Args:
-        of: the segments it was made for.
+        plan: who computes which rows.
         rows, tiles: [layers, targets, entries, 4] where each row's, each tile's adapter lies.
         extents: [tiles, 2] first row and rows of each tile.
         page_table: [adapter_slots, table].
         t_columns: columns of t for each target.
+        targets: those that some adapter may have; a group without any is left out.
     """
 
-    of: Segments
     plan: LoraPlan
     rows: Array
     tiles: Array
     extents: Array
     page_table: Array
     t_columns: int
+    targets: frozenset[int]
 
 
 @dataclass(frozen=True)
-class AttentionStep:
-    """What all attention launches of a step share: the plan's arrays on the device."""
+class AttentionStep(Spans):
+    """Spans, and what all attention launches of their step share: the plan's arrays on the device."""
 
-    of: Spans
     plan: AttentionPlan
     queries: Array
     tiles: Array
     sequence_pages: Array
+
+
+class Ticket(ABC):
+    """Whether something that was started has ended."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has ended; never waits."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits for its end."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """How long it took, after its end."""
 
 
 class KernelBackend(ABC):
@@ -62,10 +81,11 @@ class KernelBackend(ABC):
     def __init__(self, dtype: Any, rungs: Mapping[str, str] | None = None) -> None:
         self.dtype = np.dtype(dtype)
         self.rungs = dict(rungs or {})
+        self._tape: Tape | None = None
 
     @abstractmethod
-    def launch(self, launch: Launch) -> None:
-        """Runs a kernel.
+    def prepare(self, launch: Launch) -> Work:
+        """What runs a kernel, as often as it is called.
 
         Raises:
             KernelError: an argument does not fit; the message names it.
@@ -79,8 +99,59 @@ class KernelBackend(ABC):
     def put(self, name: str, array: Array, dtype: Any) -> Array:
         """`array` on the device, of this dtype and contiguous; itself where it is that already."""
 
-    def run(self, operation: str, arguments: Arguments) -> None:
-        """Launches the chosen rung of an operation."""
-        kernel = self.rungs.get(operation) or fastest(operation, self.dtype, arguments)
+    @abstractmethod
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array on the device that stays where it is; zeros."""
+
+    @abstractmethod
+    def staging(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A NumPy array from which, and to which, the device copies without stopping the host."""
+
+    @abstractmethod
+    def readable(self, array: Array) -> Array:
+        """A NumPy array where a kernel can read it; itself, if it lies there."""
+
+    @abstractmethod
+    def upload(self, to: Array, staged: Array) -> Ticket:
+        """Starts a copy to the device; `staged` must keep its numbers until that is done."""
+
+    @abstractmethod
+    def write(self, to: Array, array: Array) -> None:
+        """Copies any NumPy array to the device, in order with all else; `array` may change at once."""
+
+    @abstractmethod
+    def fetch(self, array: Array) -> Array:
+        """A NumPy array of any array of the device; waits for it."""
+
+    @abstractmethod
+    def download(self, to: Array, array: Array) -> None:
+        """Copies from the device and waits for it: the one place in a step where the host waits."""
+
+    @abstractmethod
+    def beside(self) -> AbstractContextManager[Ticket]:
+        """Work within goes beside the steps to come, and after all that was started before."""
+
+    # --- doing and keeping ---
+
+    def do(self, part: Part, work: Work) -> None:
+        """Does a piece of a step's work, and keeps it if somebody records."""
+        if self._tape is not None:
+            self._tape.work.append((part, work))
+        work()
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Keeps the work that is done within."""
+        assert self._tape is None, "a recording within a recording"
+        self._tape = tape = Tape()
+        try:
+            yield tape
+        finally:
+            self._tape = None
+
+    def run(self, operation: str, arguments: Arguments, dtype: Any = None) -> None:
+        """Launches the chosen rung of an operation, compiled for `dtype`, or for the storage's."""
+        kind = self.dtype if dtype is None else np.dtype(dtype)
+        kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
-        self.launch(make_launch(kernel, self.dtype, arguments))
+        self.do(part_of(operation), self.prepare(make_launch(kernel, kind, arguments)))

@@ -53,6 +53,10 @@ class NumpyOps:
         y: Float[Array, "rows d_out"] = x @ weight.T
         return y if bias is None else y + bias
 
+    def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
+        """Logits x W^T; a backend of half precision gives them in float32."""
+        return self.linear(x, weight)
+
     def rms_norm(
         self, x: Float[Array, "rows hidden"], weight: Float[Array, " hidden"], eps: float
     ) -> Float[Array, "rows hidden"]:

@@ -49,6 +49,39 @@ def silu_mul(out: Float[Array, "rows ffn"], gate_up: Float[Array, "rows two_ffn"
     }
 
 
+def gather_rows(
+    out: Float[Array, "rows columns"], source: Float[Array, "source_rows columns"], ids: Int[Array, " rows"]
+) -> Arguments:
+    """gather_rows: out = source[ids]."""
+    rows, columns = out.shape
+    return {
+        "out": check_array("out", out, source.dtype, (rows, columns), strided=True),
+        "source": check_array("source", source, source.dtype, (None, columns), strided=True),
+        "ids": check_array("ids", ids, np.int32, (rows,)),
+        "rows": np.int32(rows),
+        "columns": np.int32(columns),
+        "out_stride": row_stride(out),
+        "source_stride": row_stride(source),
+    }
+
+
+def enter_pages(
+    sequence_pages: Int[Array, "sequence_slots two positions"],
+    slots: Int[Array, " rows"],
+    places: Int[Array, " rows"],
+    k_pages: Int[Array, " rows"],
+    v_pages: Int[Array, " rows"],
+) -> Arguments:
+    """enter_pages: a step's new pages of keys and values, into the table of sequences."""
+    arrays = {"slots": slots, "places": places, "k_pages": k_pages, "v_pages": v_pages}
+    return {
+        "sequence_pages": check_array("sequence_pages", sequence_pages, np.int32, (None, 2, None)),
+        **{name: check_array(name, array, np.int32, (len(slots),)) for name, array in arrays.items()},
+        "rows": np.int32(len(slots)),
+        "positions": np.int32(sequence_pages.shape[2]),
+    }
+
+
 def argmax(token: Int[Array, " rows"], finite: Int[Array, " rows"], logits: Float[Array, "rows vocab"]) -> Arguments:
     """argmax: the first largest logit of each row, and whether the row is finite."""
     rows, vocab = logits.shape

@@ -6,6 +6,7 @@ and which sequence to run is the scheduler's and the prefetcher's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class PagePool:
         dtype: of the storage; None: no storage at all, for a simulation that only counts pages.
         poison: fill free pages with NaN, so that a read of a stale or unwritten page shows (tests).
         shuffle_seed: hand out pages in a random order (tests).
+        empty: makes the storage: (shape, dtype) -> an array on the device that the model runs on.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class PagePool:
         dtype: Any | None = np.float32,
         poison: bool = False,
         shuffle_seed: int | None = None,
+        empty: Callable[[tuple[int, ...], Any], Array] = np.empty,
     ) -> None:
         self.layout = layout
         self.allocator = PageAllocator(num_pages, shuffle_seed)
         self.poison = poison and dtype is not None
-        self.storage = self._new_storage(layout, num_pages, dtype)
+        self.storage = self._new_storage(layout, num_pages, dtype, empty)
         self.sequence_pages = np.full((max_sequences, PAGES_PER_TOKEN, max_positions), -1, np.int32)
         self.lengths = np.zeros(max_sequences, np.int64)  # tokens of each sequence slot that have pages
         self.adapters = AdapterTables.empty(max_adapters, layout.num_layers, table=0)
@@ -66,11 +69,13 @@ class PagePool:
         self._adapter_pages: dict[int, Int[Array, " pages"]] = {}  # adapter id -> its pages, in table order
         self._kv_pages = 0
 
-    def _new_storage(self, layout: PageLayout, num_pages: int, dtype: Any | None) -> Float[Array, "layers pages width"]:
+    def _new_storage(
+        self, layout: PageLayout, num_pages: int, dtype: Any | None, empty: Callable[[tuple[int, ...], Any], Array]
+    ) -> Float[Array, "layers pages width"]:
         if dtype is None:
             return np.empty((layout.num_layers, 0, layout.width), np.float32)
         stride = layout.row_stride(np.dtype(dtype).itemsize)
-        storage = np.empty((layout.num_layers, num_pages, stride), dtype)
+        storage = empty((layout.num_layers, num_pages, stride), dtype)
         if self.poison:
             storage.fill(np.nan)
         return storage[:, :, : layout.width]

@@ -13,52 +13,7 @@ import cupy
 import numpy as np
 
 from slora_ref.bench.kernels.cases import LoraCase
-
-CUDA_TYPES = {"float16": 2, "bfloat16": 14}
-COMPUTE_FLOAT32, DEFAULT_ALGORITHM = 68, -1
-ONE, ZERO = np.array(1, np.float32), np.array(0, np.float32)
-N, T = 0, 1
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for this GPU; given, or a captured launch may not allocate it
-
-
-class Cublas:
-    """The library with a handle of its own: CuPy lets none of its calls be captured.
-
-    Raises:
-        RuntimeError: there is no cuBLAS.
-    """
-
-    def __init__(self) -> None:
-        cupy.matmul(*[cupy.ones((2, 2), np.float32)] * 2)  # loads CuPy's own cuBLAS
-        for name in ("libcublas.so.13", "libcublas.so.12"):
-            try:
-                self.library = ctypes.CDLL(name)
-                break
-            except OSError:
-                continue
-        else:
-            raise RuntimeError("no cuBLAS was found")
-        self.handle, self.workspace = ctypes.c_void_p(), cupy.empty(WORKSPACE_BYTES, np.uint8)
-        self.call("cublasCreate_v2", ctypes.byref(self.handle))
-
-    def use_current_stream(self) -> None:
-        """What follows goes to the stream that CuPy works on."""
-        self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(cupy.cuda.get_current_stream().ptr))
-        place = (ctypes.c_void_p(self.workspace.data.ptr), ctypes.c_size_t(WORKSPACE_BYTES))
-        self.call("cublasSetWorkspace_v2", self.handle, *place)
-
-    def call(self, function: str, *arguments: Any) -> None:
-        """Calls it.
-
-        Raises:
-            RuntimeError: the library has no such function, or it fails.
-        """
-        try:
-            failed = getattr(self.library, function)(*arguments)
-        except AttributeError:
-            raise RuntimeError(f"this cuBLAS has no {function}") from None
-        if failed:
-            raise RuntimeError(f"{function} fails with status {failed}")
+from slora_ref.ops.cuda_blas import COMPUTE_FLOAT32, CUDA_TYPES, DEFAULT_ALGORITHM, ONE, ZERO, Cublas, N, T
 
 
 class Padded:

@@ -8,9 +8,10 @@ from typing import Any
 import cupy
 
 from slora_ref.bench.kernels.cases import LoraCase, lora_cases
-from slora_ref.bench.kernels.library import Cublas, Grouped, Padded
+from slora_ref.bench.kernels.library import Grouped, Padded
 from slora_ref.bench.kernels.lora import LoraProjection, make_pool
 from slora_ref.bench.kernels.timing import Graph
+from slora_ref.ops.cuda_blas import Cublas
 from slora_ref.ops.cuda_kernels import CudaKernels
 from slora_ref.ops.kernel_source import DTYPES
 

@@ -1,0 +1,70 @@
+"""DeviceLoader: adapters to a device beside the steps, one launch each (paper section 5.2).
+
+The launch reads the adapter's image from host memory over the link and writes it into the pool's pages. It goes to a
+second stream: after what the main stream has been given so far, which may still read those pages, and beside what comes
+later. Until its event has passed, no request of the adapter enters a step; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from slora_ref.errors import LoadFailed
+from slora_ref.ops import KernelOps
+from slora_ref.ops.device_tables import DeviceTables
+from slora_ref.ops.kernel_backend import Ticket
+from slora_ref.pager import PagePool
+from slora_ref.shapes import Array, Float
+from slora_ref.store import AdapterStore
+
+
+class DeviceLoader:
+    """A Loader of the prefetcher.
+
+    Args:
+        pool, store: where adapters go and where they come from.
+        ops: the backend of the pool's storage.
+        tables: the pool's, on the device.
+        at_once: each load has ended when it has been started, so that a run can be repeated exactly.
+    """
+
+    def __init__(
+        self, pool: PagePool, store: AdapterStore, ops: KernelOps, tables: DeviceTables, at_once: bool = False
+    ) -> None:
+        self._pool, self._store, self._ops, self._tables, self._at_once = pool, store, ops, tables, at_once
+        self._under_way: OrderedDict[int, tuple[Ticket, Array]] = OrderedDict()  # with the image that is being read
+        self._failed: list[tuple[int, LoadFailed]] = []
+        self.seconds = 0.0
+
+    def start(self, adapter_id: int) -> None:
+        """Starts the launch, and the copy of the adapter's entries in the tables."""
+        try:
+            self.copy(adapter_id, self._store.image(adapter_id))
+        except LoadFailed as error:
+            self._failed.append((adapter_id, error))
+
+    def copy(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
+        """Starts the copy of an image that is in host memory."""
+        slot, tables = self._pool.adapter_slot(adapter_id), self._pool.adapters
+        self._tables.make_room(tables, slot)
+        with self._ops.beside() as ticket:
+            self._tables.enter_adapter(tables, slot)
+            page_ids = self._tables.adapters.pages[slot, : image.shape[1]]
+            staged = self._ops.readable(image)
+            self._ops.load_pages(self._pool.storage, staged, page_ids)
+        self._under_way[adapter_id] = ticket, staged
+        if self._at_once:
+            ticket.wait()
+
+    def completed(self) -> list[tuple[int, LoadFailed | None]]:
+        """The loads whose events have passed since the last call, and those that failed."""
+        passed = [adapter_id for adapter_id, (ticket, _) in self._under_way.items() if ticket.done]
+        self.seconds += sum(self._under_way.pop(adapter_id)[0].seconds() for adapter_id in passed)
+        ended: list[tuple[int, LoadFailed | None]] = [*self._failed, *((adapter_id, None) for adapter_id in passed)]
+        self._failed = []
+        return ended
+
+    def wait(self) -> None:
+        """Waits for the oldest load under way."""
+        if not self._failed and self._under_way:
+            next(iter(self._under_way.values()))[0].wait()

@@ -1,0 +1,91 @@
+"""Cublas: the vendor's matrix products, called below CuPy, which lets none of its own be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+
+from slora_ref.ops.launch import row_stride
+
+CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+COMPUTE_FLOAT32, DEFAULT_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F: sums in float32
+N, T = 0, 1
+ONE, ZERO = np.array(1, np.float32), np.array(0, np.float32)
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for a Hopper GPU; given, or a captured product may not allocate it
+LIBRARIES = ("libcublas.so.13", "libcublas.so.12")
+
+
+class Cublas:
+    """The library that CuPy loads, with a handle of its own.
+
+    Raises:
+        RuntimeError: there is no cuBLAS.
+    """
+
+    def __init__(self) -> None:
+        cupy.matmul(*[cupy.ones((2, 2), np.float32)] * 2)  # loads CuPy's own cuBLAS
+        self.library = _library()
+        self.handle, self.workspace = ctypes.c_void_p(), cupy.empty(WORKSPACE_BYTES, np.uint8)
+        self.call("cublasCreate_v2", ctypes.byref(self.handle))
+
+    def use_current_stream(self) -> None:
+        """What follows goes to the stream that CuPy works on."""
+        self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(cupy.cuda.get_current_stream().ptr))
+        place = (ctypes.c_void_p(self.workspace.data.ptr), ctypes.c_size_t(WORKSPACE_BYTES))
+        self.call("cublasSetWorkspace_v2", self.handle, *place)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Calls it.
+
+        Raises:
+            RuntimeError: the library has no such function, or it fails.
+        """
+        try:
+            failed = getattr(self.library, function)(*arguments)
+        except AttributeError:
+            raise RuntimeError(f"this cuBLAS has no {function}") from None
+        if failed:
+            raise RuntimeError(f"{function} fails with status {failed}")
+
+    def product(self, y: Any, x: Any, weight: Any, add: bool = False) -> Callable[[], None]:
+        """What computes y = x W^T, or y += x W^T, in whatever types the arrays have; as often as it is called.
+
+        cuBLAS counts columns first, so it sees the transposes: y^T = W x^T.
+
+        Args:
+            y: [rows, d_out]; x: [rows, d_in]; weight: [d_out, d_in].
+        """
+        (rows, d_in), d_out = x.shape, weight.shape[0]
+        sizes = [ctypes.c_int(number) for number in (T, N, d_out, rows, d_in)]
+        one, factor = (ctypes.c_void_p(number.ctypes.data) for number in (ONE, ONE if add else ZERO))
+        arguments = (*sizes, one, *_matrix(weight), *_matrix(x), factor, *_matrix(y))
+        kind = (ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
+        multiply = partial(self.library.cublasGemmEx, self.handle, *arguments, *kind)
+
+        def run(keep: tuple[Any, ...] = (y, x, weight)) -> None:
+            failed = multiply()
+            if failed:
+                raise RuntimeError(f"cublasGemmEx fails with status {failed}")
+
+        return run
+
+
+def _library() -> Any:
+    """cuBLAS, which is loaded already."""
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError(f"no cuBLAS was found: neither of {', '.join(LIBRARIES)}")
+
+
+def _matrix(array: Any) -> tuple[Any, ...]:
+    """Address, type and row stride, as cuBLAS takes a matrix."""
+    kind = CUDA_TYPES[array.dtype.name]
+    return ctypes.c_void_p(array.data.ptr), ctypes.c_int(kind), ctypes.c_int(int(row_stride(array)))

@@ -1,0 +1,133 @@
+"""KernelLora: shrink and expand by kernels, and the step that all layers share. Its subclasses say where arrays lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from slora_ref.config import TARGETS
+from slora_ref.ops import lora_arguments
+from slora_ref.ops.kernel_backend import KernelBackend, LoraStep
+from slora_ref.ops.plan import SHRINK_SPLITS, LoraPlan, plan_lora
+from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments
+from slora_ref.shapes import Array, Float, Int
+
+RANK_STEP = 8  # t has a multiple of so many columns for each target, so that its rows start aligned
+
+
+class KernelLora(KernelBackend):
+    """The LoRA operations of NumpyOps, as launches of MBGMV and MBGMM.
+
+    Args:
+        dtype, rungs: see KernelBackend.
+        max_rank: the largest rank that will ever be registered; None: of the adapters resident in each step.
+    """
+
+    def __init__(self, dtype: Any, rungs: Mapping[str, str] | None = None, max_rank: int | None = None) -> None:
+        super().__init__(dtype, rungs)
+        self.max_rank = max_rank
+        self._lora: LoraStep | None = None
+        self._lora_of: Segments | None = None
+
+    def lora_shrink(
+        self,
+        x: Float[Array, "rows d_in"],
+        pages: Float[Array, "pages width"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+        layer: int,
+    ) -> Float[Array, "splits rows targets t_columns"]:
+        """t = x A for every target of a group, at each segment's own rank in this layer, float32.
+
+        Returns:
+            [splits, rows, targets, t_columns]: for lora_expand; the sum over splits is t. What lies beyond a row's rank
+            is unspecified.
+        """
+        step, targets = self._lora_step(tables, segments, len(x)), self._targets(group)
+        shape = (max(SHRINK_SPLITS.values()), len(x), len(group.targets), step.t_columns)
+        t = self.empty("t", shape, np.float32)
+        if step.targets.isdisjoint(group.targets):
+            return t
+        if step.plan.single:
+            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.rows[layer, targets]
+            self.run("mbgmv_shrink", lora_arguments.mbgmv_shrink(part, x, pages, step.page_table, lora))
+        if step.plan.shared:
+            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.tiles[layer, targets]
+            arguments = lora_arguments.mbgmm_shrink(part, x, pages, step.page_table, lora, step.extents)
+            self.run("mbgmm_shrink", arguments)
+        return t
+
+    def lora_expand(
+        self,
+        y: Float[Array, "rows d_outs"],
+        t: Float[Array, "splits rows targets t_columns"],
+        pages: Float[Array, "pages width"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+        layer: int,
+        d_outs: tuple[int, ...],
+    ) -> None:
+        """y += scale * t B for every target of a group, in place. Rows of the base model stay untouched."""
+        step, targets = self._lora_step(tables, segments, len(y)), self._targets(group)
+        if step.targets.isdisjoint(group.targets):
+            return
+        if step.plan.single:
+            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.rows[layer, targets]
+            self.run("mbgmv_expand", lora_arguments.mbgmv_expand(y, part, pages, step.page_table, lora, d_outs))
+        if step.plan.shared:
+            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.tiles[layer, targets]
+            arguments = lora_arguments.mbgmm_expand(y, part, pages, step.page_table, lora, step.extents, d_outs)
+            self.run("mbgmm_expand", arguments)
+
+    def _targets(self, group: LoraGroup) -> slice:
+        first = group.targets[0]
+        assert group.targets == tuple(range(first, first + len(group.targets))), "targets of a group are neighbours"
+        return slice(first, first + len(group.targets))
+
+    def _lora_step(self, tables: AdapterTables, segments: Segments, rows: int) -> LoraStep:
+        """Plans a step when its segments are seen for the first time."""
+        if isinstance(segments, LoraStep):
+            return segments
+        if self._lora is None or self._lora_of is not segments:
+            plan = plan_lora(segments, rows)
+            device = AdapterTables(**{name: self.put(name, array, array.dtype) for name, array in vars(tables).items()})
+            names = ("row_slots", "tile_slots", "tiles")
+            row_slots, tile_slots, tiles = (self.put(name, getattr(plan, name), np.int32) for name in names)
+            rank, targets = self.max_rank or int(tables.page_rank.max(initial=1)), range(len(TARGETS))
+            self._lora = self.lora_step(segments, plan, device, row_slots, tile_slots, tiles, rank, targets)
+            self._lora_of = segments
+        return self._lora
+
+    def lora_step(
+        self,
+        segments: Segments,
+        plan: LoraPlan,
+        tables: AdapterTables,
+        row_slots: Int[Array, " rows"],
+        tile_slots: Int[Array, " tiles"],
+        extents: Int[Array, "tiles 2"],
+        max_rank: int,
+        targets: Iterable[int],
+    ) -> LoraStep:
+        """Looks up the adapters of a step, whose plan and tables are on the device."""
+        return LoraStep(
+            **vars(segments),
+            plan=plan,
+            rows=self._lookup("rows", row_slots, tables),
+            tiles=self._lookup("tiles", tile_slots, tables),
+            extents=extents,
+            page_table=tables.pages,
+            t_columns=-(-max_rank // RANK_STEP) * RANK_STEP,
+            targets=frozenset(targets),
+        )
+
+    def _lookup(self, name: str, slots: Int[Array, " entries"], tables: AdapterTables) -> Array:
+        _, layers, targets = tables.rank.shape
+        lora = self.empty(f"lora_{name}", (layers, targets, len(slots), lora_arguments.LORA_WORDS), np.int32)
+        if len(slots):
+            self.run("lora_lookup", lora_arguments.lora_lookup(lora, slots, tables))
+        return lora

@@ -1,0 +1,176 @@
+"""The engine on kernels: on the CPU through g++, and (marked gpu) on a GPU. Meanings are those of the NumPy engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from serving import ADAPTERS, CONFIG, assert_all_free, assert_right, new_engine, reference_logits, without_shape_checks
+from test_engine_machine import MODES, SMALL, EngineMachine, live
+
+from slora_ref import Engine, EngineConfig, SamplingParams
+from slora_ref.batch import Batch
+from slora_ref.errors import ConfigError
+from slora_ref.executor import KernelExecutor, StepResult
+from slora_ref.executor.staging import bucket
+from slora_ref.sampler import Sampling
+
+PLACES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON = pytest.mark.parametrize("on", PLACES)
+NAMES = [None, *ADAPTERS, *ADAPTERS]
+EACH = {name: name for name in ADAPTERS}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_shape_checks() -> Iterator[None]:
+    with without_shape_checks():
+        yield
+
+
+def ask(number: int, **others: Any) -> tuple[list[int], SamplingParams, str | None]:
+    """Prompts of 3 to 40 tokens; greedy, and drawn with every filter."""
+    filters = [{"temperature": 0.8}, {"temperature": 1.5, "top_k": 9}, {"temperature": 1, "top_p": 0.8, "min_p": 0.05}]
+    how = ({}, *filters)[number % 4]
+    params = SamplingParams(**({"max_tokens": 6, "seed": number, "ignore_eos": True} | how | others))
+    return [(7 * number + i) % 95 for i in range(3 + 37 * number // 12)], params, NAMES[number]
+
+
+def serve(engine: Engine, **others: Any) -> list[Any]:
+    """The answers to a dozen requests over all adapters, each checked."""
+    asked = [ask(number, **others) for number in range(len(NAMES))]
+    done = engine.generate(*map(list, zip(*asked, strict=True)))
+    for completion, (_, params, name) in zip(done, asked, strict=True):
+        assert_right(completion, name, params)
+    engine.check()
+    return done
+
+
+@ON
+def test_every_answer_is_the_dense_models(on: str) -> None:
+    """Prefill, decode and both in one step; adapters alone and shared; logits kept and not."""
+    engine = new_engine(EACH, on=on, max_batched_tokens=48)
+    with_logits = serve(engine, keep_logits=True, logprobs=1, max_tokens=3)
+    without = serve(engine, max_tokens=3)
+    assert [done.token_ids for done in without] == [done.token_ids for done in with_logits]
+
+
+@ON
+@pytest.mark.parametrize("admission", MODES)
+def test_any_history_of_the_engine_is_right(on: str, admission: str) -> None:
+    examples = 10 if on == "host" else 60
+    machine = settings(stateful_step_count=20 if on == "host" else 40, max_examples=examples)
+    run_state_machine_as_test(lambda: EngineMachine(admission, on), settings=machine)
+
+
+@ON
+def test_a_life_of_many_steps_ends_with_the_pages_of_the_start(on: str) -> None:
+    machine = EngineMachine("expected", on)
+    options = {"pool_pages": 110, "max_running": 5, "max_batched_tokens": 12, "max_adapters": 3}
+    machine.build(options, SMALL[:4], polls=1)
+    live(machine, random.Random(0), 100 if on == "host" else 1000)
+    machine.teardown()
+
+
+class Fresh:
+    """Beside an executor that keeps its launches, one that never does, on the same model: compared in every step."""
+
+    def __init__(self, kept: KernelExecutor) -> None:
+        self.kept = kept
+        self.fresh = KernelExecutor(kept.model, kept.ops, kept.tables, kept.staging.most, keep=False)
+        self.steps = 0
+
+    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+        both = [executor.run(batch, sampling) for executor in (self.kept, self.fresh)]
+        for name in ("tokens", "finite", "logits"):
+            first, second = (np.asarray(getattr(result, name)) for result in both)
+            assert first.tobytes() == second.tobytes(), name
+        self.steps += 1
+        return both[0]
+
+
+@ON
+def test_launches_that_are_repeated_give_the_bits_of_fresh_ones(on: str) -> None:
+    engine = new_engine(EACH, on=on, max_batched_tokens=48)
+    engine.executor = both = Fresh(engine.executor)
+    serve(engine, keep_logits=True, max_tokens=4)
+    assert not both.fresh.tapes and 1 < len(both.kept.tapes) < both.steps
+
+
+@ON
+def test_a_larger_adapter_that_comes_later_makes_room_in_the_tables(on: str) -> None:
+    """Launches that were kept for smaller tables are not used again, and adapters that were there stay."""
+    engine = new_engine({"z": "z", "o": "o"}, on=on)
+    prompt, params = [1, 2, 3, 4], SamplingParams(max_tokens=5, ignore_eos=True)
+    for name in ("z", "o", "z"):
+        assert_right(engine.generate([prompt], params, name)[0], name, params)
+    before = engine.executor.tables.shape
+    engine.add_adapter("x", engine.store.lookup("z").header.path.parent / "x")
+    done = engine.generate([prompt] * 3, params, ["z", "x", "o"])
+    for completion, name in zip(done, ("z", "x", "o"), strict=True):
+        assert_right(completion, name, params)
+    assert engine.executor.tables.shape != before and engine.executor.tables.max_rank == 16
+
+
+@ON
+def test_a_row_that_overflows_ends_its_own_request(on: str) -> None:
+    engine = new_engine(EACH, on=on)
+    weights = engine.executor.model.weights.embed
+    weights[5] = np.inf
+    done = engine.generate([[5, 1, 2], [1, 2, 3]], SamplingParams(max_tokens=3), [None, "x"])
+    assert "not finite" in done[0].error
+    assert done[1].error is None
+
+
+@ON
+def test_everything_is_given_back(on: str) -> None:
+    engine = new_engine(EACH, on=on, max_adapters=2)
+    serve(engine)
+    assert engine.prefetcher.counts.evictions
+    assert_all_free(engine)
+
+
+def test_buckets_hold_their_rows_and_little_more() -> None:
+    sizes = [bucket(rows) for rows in range(1, 3000)]
+    assert all(rows <= size for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and all(bucket(size) == size for size in sizes)
+    assert all(size <= rows * 9 / 8 for rows, size in enumerate(sizes, 1) if rows >= 64)
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy() -> None:
+    pytest.importorskip("numpy")
+    try:
+        import cupy
+
+        missing = not cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # noqa: BLE001  whatever keeps CuPy from finding one
+        missing = True
+    if not missing:
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        Engine.from_config(CONFIG, EngineConfig(device="cuda"))
+
+
+def test_each_device_has_its_dtypes() -> None:
+    assert EngineConfig().dtype == "float32" and EngineConfig(device="cuda").dtype == "float16"
+    with pytest.raises(ConfigError, match="dtype is 'float16'"):
+        EngineConfig(dtype="float16")
+    with pytest.raises(ConfigError, match="memory_fraction"):
+        EngineConfig(device="cuda", memory_fraction=1.5)
+
+
+HALF = {"float16": 0.02, "bfloat16": 0.06}  # of the largest logit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_near_the_dense_model(dtype: str) -> None:
+    engine = new_engine(EACH, on="cuda", dtype=dtype, poison=dtype == "float16")
+    asked = [ask(number, keep_logits=True, temperature=0) for number in range(len(NAMES))]
+    for done, (prompt, _, name) in zip(engine.generate(*map(list, zip(*asked, strict=True))), asked, strict=True):
+        want = reference_logits(name, (*prompt, *done.token_ids))[:-1]
+        assert np.abs(np.stack(done.logits) - want).max() < HALF[dtype] * np.abs(want).max()
