@@ -231,7 +231,7 @@ Picture(figure, "02_pages", "Pages of adapters and of keys and values over a day
 # %%
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.pager import AdapterShape
-from slora_ref.store import pack
+from slora_ref.store.pack import pack
 
 
 class CountedPages:
