@@ -44,8 +44,26 @@ class NoModel:
         return StepResult(tokens, tokens > 0, np.zeros((len(batch.logit_rows), 1), np.float32))
 
 
+class Recorder:
+    """Stands before an engine's executor and writes down each step: its start, and the rows of each request by number."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.inner = engine, engine.executor
+        self.steps: list[tuple[float, dict[int, int]]] = []
+        engine.executor = self
+
+    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+        rows = dict(zip(batch.spans.slot.tolist(), batch.spans.length.tolist(), strict=True))
+        running = self.engine.scheduler.running
+        work = {sequence.number: rows[sequence.slot] for sequence in running if sequence.slot in rows}
+        self.steps.append((self.engine.clock.now(), work))
+        return self.inner.run(batch, sampling)
+
+
 class NoCopy:
     """A loader that has loaded as soon as it is asked to."""
+
+    seconds = 0.0
 
     def __init__(self) -> None:
         self.done: list[tuple[int, LoadFailed | None]] = []
