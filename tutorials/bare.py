@@ -45,7 +45,7 @@ class NoModel:
 
 
 class Recorder:
-    """Stands before an engine's executor and writes down each step: its start, and the rows of each request by number."""
+    """Stands before an executor and writes down each step: its start, and the rows of each request by number."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.inner = engine, engine.executor
