@@ -1,0 +1,373 @@
+"""Heterogeneous batching: the kernels
+
+Minutes: 40
+Paper: 5.3
+After: say what padding and copying cost, read the kernel ladder, and tell what each barrier is for.
+"""
+
+# %% [markdown]
+# ## The cost that hurts
+# In one step, 32 rows may belong to 32 adapters of ranks 8, 16, 32 and 64, whose weights lie in scattered pages. A
+# library multiplies a batch of matrices, if they are all of one shape and each in one piece. So one would copy every
+# adapter out of its pages into a block of the largest rank, padded with zeros, and multiply those. Each number of an
+# adapter is used once in a decode step, for one row. So all that counts is how many bytes are moved:
+
+# %%
+import json
+
+import numpy as np
+from show import ROOT, Picture, attempt, excerpt, source, table
+
+hidden, half = 4096, 2  # a projection of Llama-7B, in float16
+rows = []
+mixtures = {"all 8": [8] * 32, "8, 16, 32, 64": [8, 16, 32, 64] * 8, "31 of 8, one of 64": [8] * 31 + [64]}
+for name, ranks in mixtures.items():
+    needed = 2 * hidden * half * sum(ranks)  # A and B, each read once where they lie
+    padded = 2 * hidden * half * len(ranks) * max(ranks)
+    moved = needed + padded + padded  # read the pages, write the padded copy, read it again
+    rows.append((name, f"{needed / 1e6:.1f}", f"{moved / 1e6:.1f}", f"{moved / needed:.1f}"))
+table(["ranks of 32 rows", "MB gathered", "MB with padding and copies", "times as many"], rows)
+
+# %% [markdown]
+# ## The smallest example
+# Two rows, ranks 1 and 3. Padded to rank 3 the products are the same, and of the columns that are read, two of six
+# are zeros. Gathering reads four columns.
+
+# %%
+rng = np.random.default_rng(0)
+x = rng.integers(-3, 4, (2, 4))
+adapters = [(rng.integers(-2, 3, (4, r)), rng.integers(-2, 3, (r, 2))) for r in (1, 3)]
+stacked_a, stacked_b = np.zeros((2, 4, 3), int), np.zeros((2, 3, 2), int)
+for i, (a, b) in enumerate(adapters):
+    stacked_a[i, :, : a.shape[1]], stacked_b[i, : b.shape[0]] = a, b
+print("padded:  ", (x[:, None] @ stacked_a @ stacked_b)[:, 0].tolist())
+print("gathered:", [(row @ a @ b).tolist() for row, (a, b) in zip(x, adapters, strict=True)])
+
+# %% [markdown]
+# ## The data structure
+# A kernel finds an adapter by one entry of 16 bytes a row:
+
+# %% listing
+excerpt("kernels_cu/device.h", "// Where one target's A and B", "};")
+
+# %% [markdown]
+# And the rows are split between two kinds of kernels: **MBGMV**, a row at a time, where an adapter has a single row,
+# and **MBGMM**, which reads an adapter once for a tile of rows. The names are the paper's: multi-size batched gather
+# matrix-vector (matrix-matrix) multiplication. The decision is made in one place:
+
+# %% listing
+from slora_ref.ops import plan
+
+source(plan.uses_mbgmm, plan.plan_lora)
+
+# %% [markdown]
+# Let us make a batch by hand: five rows, three adapters of ranks 3, 17 and 8, one row of the base model, and pages of
+# 64 numbers in random order. A column of A has 200 numbers, so it takes four pages, the last one in part. The entries
+# are what a kernel gets to see.
+
+# %%
+from slora_ref.ops import lora_arguments
+from slora_ref.ops.host_kernels import ORDERS, HostKernels
+from slora_ref.ops.rungs import ladder, make_launch
+
+
+def make_batch(ranks=(3, 17, 8), owners=(0, 2, -1, 1, 0), d_in=200, d_out=150, width=64, seed=0):
+    """Adapters scattered over pages, and their entries: what lora_lookup would make from the pool's tables."""
+    rng = np.random.default_rng(seed)
+    a_pieces, b_pieces = -(-d_in // width), -(-d_out // width)
+    needed = sum(ranks) * (a_pieces + b_pieces)
+    pages = np.full((needed + 5, width), np.nan, np.float16)
+    free, page_table, entries, dense = rng.permutation(needed).tolist(), [], [], []
+    for rank in ranks:
+        a, b = (rng.standard_normal(shape) * 0.2 for shape in ((d_in, rank), (rank, d_out)))
+        starts = []
+        for vectors, pieces in ((a.T, a_pieces), (b, b_pieces)):
+            starts.append(len(page_table))
+            for vector in vectors:
+                padded = np.zeros(pieces * width)
+                padded[: len(vector)] = vector
+                for piece in padded.reshape(pieces, width):
+                    page_table.append(free.pop())
+                    pages[page_table[-1]] = piece
+        entries.append((*starts, rank, int(np.float32(16 / rank).view(np.int32))))
+        dense.append((a.astype(np.float16).astype(float), b.astype(np.float16).astype(float), 16 / rank))
+    lora = np.array([[entries[owner] if owner >= 0 else (0, 0, 0, 0) for owner in owners]], np.int32)
+    x = rng.standard_normal((len(owners), d_in)).astype(np.float16)
+    return x, pages, np.array([page_table], np.int32), lora, dense, owners
+
+
+def shrink_arguments(batch):
+    """t is NaN where no kernel has written."""
+    x, pages, page_table, lora, dense, _ = batch
+    columns = -(-max(b.shape[0] for _, b, _ in dense) // 8) * 8
+    t = np.full((1, len(x), 1, columns), np.nan, np.float32)
+    return lora_arguments.mbgmv_shrink(t, x, pages, page_table, lora)
+
+
+def expand_arguments(batch):
+    """y begins at 1; t is what a right shrink would give."""
+    x, pages, page_table, lora, dense, owners = batch
+    arguments = shrink_arguments(batch)
+    for row, owner in enumerate(owners):
+        if owner >= 0:
+            arguments["t"][0, row, 0, : dense[owner][0].shape[1]] = x[row].astype(float) @ dense[owner][0]
+    y = np.ones((len(x), dense[0][1].shape[1]), np.float16)
+    return lora_arguments.mbgmv_expand(y, arguments["t"], pages, page_table, lora, (y.shape[1],))
+
+
+def error(batch, arguments):
+    """The largest error of any row, as a share of the largest number; infinity for NaN."""
+    x, _, _, _, dense, owners = batch
+    worst, largest = 0.0, 0.0
+    for row, owner in enumerate(owners):
+        none = (np.zeros((x.shape[1], 0)), np.zeros((0, dense[0][1].shape[1])), 0.0)
+        a, b, scale = dense[owner] if owner >= 0 else none
+        t = x[row].astype(float) @ a
+        if "y" in arguments:
+            got, want = arguments["y"][row].astype(float), 1 + scale * t @ b
+        else:
+            got, want = arguments["t"][0, row, 0, : len(t)], t
+        if len(want):
+            worst, largest = max(worst, np.abs(got - want).max()), max(largest, np.abs(want).max())
+            worst = worst if np.isfinite(got).all() else np.inf
+    return worst / largest
+
+
+batch = make_batch()
+entries = batch[3][0, :, :3].tolist()
+table(["row", "first entry of A", "of B", "rank"], [(row, *entry) for row, entry in enumerate(entries)])
+
+# %% [markdown]
+# ## The ladder
+# The kernels of an operation form a ladder. The first rung is the formula; each further one adds one idea. All take
+# the same arguments. They are CUDA, and they run here as well: g++ compiles the same files, threads become fibers
+# that run one after the other from barrier to barrier, and memory ends where an array ends (`kernels_cu/README.md`).
+# So each rung can be checked on a laptop, in three orders of threads.
+
+# %%
+kernels = HostKernels()
+
+
+def run(kernel, batch, order="forward", kernels=kernels):
+    """The error of a kernel's result."""
+    arguments = shrink_arguments(batch) if "shrink" in kernel else expand_arguments(batch)
+    kernels.run(make_launch(kernel, np.float16, arguments), order, seed=1)
+    return error(batch, arguments)
+
+
+def new_here(kernel):
+    """What the head of a kernel's file says is new."""
+    head = (ROOT / f"kernels_cu/{kernel}.cu").read_text(encoding="utf-8").split("// new here: ")[1]
+    return " ".join(head.split("// limits")[0].replace("//", "").split())
+
+
+rows = []
+for kernel in ladder("mbgmv_shrink", np.float16) + ladder("mbgmv_expand", np.float16):
+    right = all(run(kernel, batch, order) < 1e-3 for order in ORDERS)
+    rows.append((f"[{kernel}](../kernels_cu/{kernel}.cu)", "yes" if right else "no", new_here(kernel)))
+table(["kernel", "right in three orders", "new here"], rows)
+
+# %% [markdown]
+# ### Rung 1: the formula
+# A thread owns a column of A and walks down it.
+
+# %% listing
+excerpt("kernels_cu/mbgmv_shrink_1_naive.cu", "int row = blockIdx.x")
+
+# %% [markdown]
+# ### Rung 2: neighbours read neighbours
+# A GPU's memory answers in sectors of 32 bytes. When the 32 threads of a warp read one number each, what matters is
+# how many sectors these lie in. In rung 1 they read 32 columns at the same place, each a page away; in rung 2 a warp
+# owns one column and reads 32 neighbouring numbers. In rung 3 each thread reads 16 bytes at once.
+
+# %%
+def sectors(addresses, size):
+    """Sectors of 32 bytes that a warp touches when its threads read `size` bytes at these addresses."""
+    return len({byte // 32 for address in addresses for byte in range(address, address + size)})
+
+
+page_bytes = 4096 * half
+reads = {
+    "1: a thread a column": ([lane * page_bytes for lane in range(32)], half, 1),
+    "2: a warp a column": ([lane * half for lane in range(32)], half, 1),
+    "3: 16 bytes a thread, 16 loads in flight": ([lane * 16 for lane in range(32)], 16, 16),
+}
+rows = []
+for name, (addresses, size, flight) in reads.items():
+    touched = sectors(addresses, size)
+    rows.append((name, touched, f"{32 * size / (32 * touched):.0%}", 32 * size * flight))
+table(["rung of the shrink", "sectors a load", "of their bytes used", "bytes in flight a warp"], rows)
+
+# %% listing
+excerpt("kernels_cu/mbgmv_shrink_2_warp.cu", "int row = blockIdx.y")
+
+# %% [markdown]
+# ### Rung 3: keep the memory busy
+# A load takes long, and a memory is fast only while many loads are on their way: its rate is the bytes in flight over
+# the time that one takes. Rung 2 waits for each number before it asks for the next. Rung 3 asks for 16 times 16 bytes
+# a thread before it uses the first, so nothing may branch between those loads, and that is most of its code.
+#
+# ## What the barriers are for
+# Where threads share memory, one must not read before the other has written. A barrier says so; its comment says
+# which write it keeps from which read. On the host threads run strictly one after the other between barriers, so a
+# missing one is not a matter of luck: in some order a thread sees memory that has not been written yet, and that is
+# NaN. Here each barrier is taken out in turn (a *mutant*), and the kernel run again:
+
+# %%
+import re
+import tempfile
+from pathlib import Path
+
+
+def without_barrier(kernel, number):
+    """A folder with the kernel that lacks its barrier number `number`, and the barrier's comment."""
+    text = (ROOT / f"kernels_cu/{kernel}.cu").read_text(encoding="utf-8")
+    found = list(re.finditer(r"__syncthreads\(\);  // (.*)", text))[number]
+    folder = Path(tempfile.mkdtemp(prefix="slora_ref_mutant_"))
+    (folder / f"{kernel}.cu").write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
+    return HostKernels(folder, folder / "cache"), found[1]
+
+
+long = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
+mutants = [
+    ("mbgmv_expand_2_vector", 0, batch),
+    ("mbgmv_shrink_3_in_flight", 0, long),
+    ("mbgmv_shrink_3_in_flight", 1, long),
+    ("mbgmv_expand_3_in_flight", 1, make_batch(ranks=(40, 17, 8), d_out=1200)),
+]
+rows = []
+for kernel, number, case in mutants:
+    broken, comment = without_barrier(kernel, number)
+    right = [order for order in ORDERS if run(kernel, case, order, broken) < 1e-3]
+    wrong = [order for order in ORDERS if order not in right]
+    rows.append((kernel, comment, ", ".join(wrong) or "none", ", ".join(right) or "none"))
+table(["kernel", "the barrier that was taken out", "wrong in the orders", "still right in"], rows)
+
+# %% [markdown]
+# The last line is the reason for three orders: in reverse the upper half happens to run first, and a program that
+# lacks a barrier works. The tests do this for each barrier of each last rung, and for shifted indices, dropped bounds
+# and wrong signs besides (`tests/kernel_mutants.py`).
+#
+# ## How fast? The roofline
+# A decode step can be no faster than its bytes over the memory's bandwidth; that line is the roof. These times are
+# measured on a GPU and committed, with the machine; nothing on this page was timed here.
+
+# %%
+result = json.loads((ROOT / "slora_ref/bench/results/KERNELS-H200.json").read_text(encoding="utf-8"))
+print(f"{result['command']} on {result['machine']['gpu']}, CuPy {result['machine']['cupy']}, {result['date']}")
+print(f"a copy on this GPU moves {result['copy_gb_s']:,.0f} GB/s")
+decode = [
+    row
+    for row in result["rows"]
+    if (row["operation"], row["case"], row["dtype"], row["rows"]) == ("lora", "distinct", "float16", 64)
+]
+rows = []
+for row in decode:
+    library = row["baselines"]
+    times = (row["floor_us"], row["us"], library["cublas_batched_padded"], library["cublas_grouped"])
+    rows.append((row["rank"], f"{row['bytes'] / 1e6:.1f}", *(f"{us:.1f}" for us in times), f"{row['fraction']:.0%}"))
+table(["rank", "MB", "floor, us", "ours, us", "cuBLAS batched, us", "cuBLAS grouped, us", "of the floor's speed"], rows)
+
+# %% [markdown]
+# One row for each of 64 adapters, one projection, shrink and expand together. cuBLAS gets every favour here: equal
+# ranks, and weights that already lie in one piece, so it neither pads nor copies. At small ranks everybody is far
+# from the roof: a few megabytes are moved in less time than two kernels take to start.
+#
+# ## The picture
+
+# %% picture
+from matplotlib.figure import Figure
+from show import DARK, EDGE, MIDDLE
+
+figure = Figure(figsize=(7, 4.2), layout="constrained")
+axes = figure.subplots()
+megabytes = np.array([row["bytes"] / 1e6 for row in decode])
+axes.plot(megabytes, [row["baselines"]["cublas_grouped"] for row in decode], "^--", color=EDGE, label="cuBLAS grouped")
+axes.plot(
+    megabytes, [row["baselines"]["cublas_batched_padded"] for row in decode], "s-", color=MIDDLE, label="cuBLAS batched"
+)
+axes.plot(megabytes, [row["us"] for row in decode], "o-", color=DARK, label="MBGMV, last rungs")
+axes.plot(megabytes, [row["floor_us"] for row in decode], ":", color=DARK, label="roof: bytes over bandwidth")
+axes.set(xscale="log", yscale="log", xlabel="MB of A and B that 64 rows need", ylabel="time, us")
+axes.set_xticks(megabytes, [f"{m:.0f}\nrank {row['rank']}" for m, row in zip(megabytes, decode, strict=True)])
+axes.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+axes.minorticks_off()
+axes.grid(alpha=0.3)
+axes.legend()
+axes.set_title(f"{result['machine']['gpu']}, float16, 64 rows of 64 adapters")
+Picture(figure, "04_heterogeneous_batching", "Time of shrink and expand against bytes, beside the roof and cuBLAS")
+
+# %% [markdown]
+# ## Exercise
+# - **Write** a rung between 1 and 2, in CUDA: a warp owns a column of A, a lane every 32nd number, as in rung 2, but
+#   without the shuffles of `warp_sum`: the lanes put their sums into shared memory, and one lane of each warp adds
+#   them.
+# - **Check**: right numbers in three orders of threads.
+# - **Resources**: one barrier. Mind that *every* thread of a block must reach it; the host build tells you if not.
+
+# %%
+HEAD = """#include "device.h"
+extern "C" __global__ void mbgmv_shrink_2_warp(float* t, const Num* x, const Num* pages, const int* page_table,
+                                               const Lora* lora, int rows, int d_in, int width, int targets,
+                                               int t_columns, int splits, int x_stride, int page_stride) {
+    SHARED(float, parts, [128]);  // one number for each thread of the block
+    int row = blockIdx.y, target = blockIdx.z % targets, split = blockIdx.z / targets, lane = threadIdx.x % 32;
+    int j = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    Lora adapter = lora[target * rows + row];
+    int pieces = ceil_div(d_in, width), part = ceil_div(d_in, splits);
+    int first = split * part, end = min(first + part, d_in);
+    const Num* from = x + static_cast<long long>(row) * x_stride;
+    float* to = t + ((static_cast<long long>(split) * rows + row) * targets + target) * t_columns + j;
+"""
+
+
+def shared_sum():
+    """The rest of the kernel, as text; its last line closes the function."""
+    raise NotImplementedError
+
+
+def check_shared_sum(candidate):
+    """Compiled by g++ in the place of rung 2."""
+    text = HEAD + candidate()
+    assert text.count("__syncthreads") == 1, "one barrier is enough, and one is needed"
+    assert "shfl" not in text and "warp_sum" not in text, "without shuffles"
+    folder = Path(tempfile.mkdtemp(prefix="slora_ref_exercise_"))
+    (folder / "mbgmv_shrink_2_warp.cu").write_text(text, encoding="utf-8")
+    own = HostKernels(folder, folder / "cache")
+    for order in ORDERS:
+        assert run("mbgmv_shrink_2_warp", batch, order, own) < 1e-3, f"wrong numbers in the order {order}"
+
+
+attempt(check_shared_sum, shared_sum)
+
+# %% solution
+def solved():
+    """A thread without a column has nothing to add, but it comes to the barrier all the same."""
+    return """
+    float sum = 0;
+    for (int i = first + lane; j < adapter.rank && i < end; i += 32) {
+        long long page = page_table[adapter.a + j * pieces + i / width];
+        sum += to_float(from[i]) * to_float(pages[page * page_stride + i % width]);
+    }
+    parts[threadIdx.x] = sum;
+    __syncthreads();  // all sums are written before one lane of each warp adds them
+    if (lane > 0 || j >= adapter.rank) return;
+    float total = 0;
+    for (int k = 0; k < 32; k++) total += parts[threadIdx.x + k];
+    *to = total;
+}
+"""
+
+
+attempt(check_shared_sum, solved)
+
+# %% [markdown]
+# ## What the paper adds
+# Punica (2023) had the idea of a kernel that gathers each row's adapter, for one rank at a time; S-LoRA extends it to
+# many ranks and to pages, and measures what padding and copying cost: its `bmm` variant serves a small fraction of
+# the requests. That variant also rebuilds its padded weights in every step, which a fair one would not.
+#
+# In the authors' code the list of ranks (8 to 128) and of widths is fixed when it is compiled, 440 kernels in all; a
+# batch's largest rank must be on the list; lanes above a row's rank stand idle in the expand; and prompts go through
+# the row-by-row kernel unless they are long and the ranks large. The kernels here take any rank and any width, which
+# costs a few integer operations where bytes are what counts.
