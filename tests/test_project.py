@@ -31,7 +31,7 @@ PACKAGE = ROOT / "slora_ref"
 ORDER = """
     errors options shapes kernels config request allocator tp ops pager checkpoint adapter tokenizer text store prefetch
     device_loader step batch rope reference model sampler policy scheduler clock executor engine __init__ metrics
-    workload simulate baselines paper toy bench demo cli __main__
+    workload simulate baselines paper toy synthetic bench demo cli __main__
 """.split()
 
 # What `pip install slora_ref` alone does not bring: nothing may need it to be imported, with two exceptions.

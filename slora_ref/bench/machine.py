@@ -50,6 +50,23 @@ def copy_gb_s(bytes_copied: int = 4_000_000_000, repeats: int = 10) -> float:
     return best
 
 
+def matmul_tflops(size: int = 8192, repeats: int = 10) -> float:
+    """TFLOP/s of a product of two float16 matrices by cuBLAS, on random numbers; the best of `repeats`."""
+    import cupy
+
+    random = cupy.random.default_rng(0)
+    left, right = (random.standard_normal((size, size), dtype=np.float32).astype(np.float16) for _ in range(2))
+    best = 0.0
+    for _ in range(repeats):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        cupy.matmul(left, right)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * size**3 / cupy.cuda.get_elapsed_time(start, end) / 1e9)
+    return best
+
+
 def _cpu() -> str:
     """The processor's name, from Linux where it tells."""
     info = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""`slora-ref bench host|kernels`: measurements, each with the machine and the versions that made it."""
+"""`slora-ref bench host|kernels|decode`: measurements, each with the machine and the versions that made it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,68 @@ from collections.abc import Callable
 from typing import Any
 
 from slora_ref.bench import bench_host, copy_gb_s, machine_facts
+from slora_ref.bench.decode.cases import DecodeOptions
+from slora_ref.bench.decode.run import bench_decode
 from slora_ref.cli.output import Screen, Subparsers, print_json
+from slora_ref.cli.values import numbers, words
+from slora_ref.config.presets import PRESETS
 from slora_ref.errors import ConfigError
+from slora_ref.synthetic import AdapterKind
 
 Say = Callable[[str], None]
-
-
-def bench_kernels(say: Say) -> list[dict[str, Any]]:
-    """The LoRA kernels. The module needs CuPy, so it is imported only when asked to run."""
-    rows: list[dict[str, Any]] = importlib.import_module("slora_ref.bench.kernels.run").bench_kernels(say)
-    return rows
-
-
-BENCHES: dict[str, Callable[[Say], list[dict[str, Any]]]] = {"host": bench_host, "kernels": bench_kernels}
-ON_GPU = ("kernels",)
+Rows = list[dict[str, Any]]
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Adds the command's own arguments."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure, with machine and versions",
-        description="host: scheduling a step; kernels: the LoRA kernels on a GPU",
+    """Adds the command, and one below it for each measurement."""
+    parser = commands.add_parser("bench", help="measure, with machine and versions")
+    benches = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    _add(benches, "host", "policy, scheduler, allocator and tables, without a model", _host, on_gpu=False)
+    _add(benches, "kernels", "the LoRA kernels, needs a GPU", _kernels)
+    decode = _add(benches, "decode", "a decode step of a large model, part by part, needs a GPU", _decode)
+    defaults, default = DecodeOptions(), "(default: %(default)s)"
+    decode.add_argument("--model", choices=list(PRESETS), default=defaults.model, help=f"shape {default}")
+    decode.add_argument("--batch", type=numbers, default=defaults.batches, metavar="LIST", help="requests at a time")
+    decode.add_argument(
+        "--adapters", type=numbers, default=defaults.adapters, metavar="LIST", help="distinct ones in a batch"
     )
-    parser.add_argument(
-        "what",
-        choices=list(BENCHES),
-        help="host: policy, scheduler, allocator and tables, without a model; kernels: LoRA kernels, needs a GPU",
-    )
+    decode.add_argument("--ranks", type=numbers, default=defaults.kind.ranks, metavar="LIST", help="given out in turn")
+    decode.add_argument("--targets", type=words, default=defaults.kind.targets, metavar="LIST", help="such as q_proj")
+    decode.add_argument("--prompt", type=int, default=defaults.prompt, help=f"tokens of each prompt {default}")
+    decode.add_argument("--output", type=int, default=defaults.output, help=f"tokens of each answer {default}")
+    decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
+
+
+def _add(
+    benches: Subparsers, name: str, text: str, rows: Callable[[argparse.Namespace, Say], Rows], on_gpu: bool = True
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, rows=rows, on_gpu=on_gpu)
+    return parser
+
+
+def _host(args: argparse.Namespace, say: Say) -> Rows:
+    return bench_host(say)
+
+
+def _kernels(args: argparse.Namespace, say: Say) -> Rows:
+    """The module needs CuPy, so it is imported only when asked to run."""
+    rows: Rows = importlib.import_module("slora_ref.bench.kernels.run").bench_kernels(say)
+    return rows
+
+
+def _decode(args: argparse.Namespace, say: Say) -> Rows:
+    options = DecodeOptions(
+        model=args.model,
+        batches=args.batch,
+        adapters=args.adapters,
+        kind=AdapterKind(args.ranks, args.targets),
+        prompt=args.prompt,
+        output=args.output,
+        dtype=args.dtype,
+    )
+    return bench_decode(say, options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,11 +80,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the measurement needs CuPy, and it is not installed.
     """
-    on_gpu = args.what in ON_GPU
-    if on_gpu and importlib.util.find_spec("cupy") is None:
+    if args.on_gpu and importlib.util.find_spec("cupy") is None:
         raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
     screen = Screen(args.json)
-    rows = BENCHES[args.what](_busy(screen))
+    rows = args.rows(args, _busy(screen))
     screen.clear()
     if args.json:
         print_json(
@@ -60,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
                 "bench": args.what,
                 "command": f"slora-ref bench {args.what} --json",
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "machine": machine_facts(on_gpu),
-                "copy_gb_s": copy_gb_s() if on_gpu else None,
+                "machine": machine_facts(args.on_gpu),
+                "copy_gb_s": copy_gb_s() if args.on_gpu else None,
                 "rows": rows,
             }
         )

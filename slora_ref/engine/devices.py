@@ -139,7 +139,7 @@ class CudaDevice(KernelDevice):
     def __init__(self, config: EngineConfig) -> None:
         check_cuda()
         self._memory: Any = importlib.import_module("slora_ref.ops.cuda_memory")
-        self._memory.use_own_stream()
+        self._stream = self._memory.use_own_stream()
         super().__init__(config, importlib.import_module("slora_ref.ops.cuda_ops").CudaOps(float_dtype(config.dtype)))
 
     def place(self, array: Any) -> Any:

@@ -42,6 +42,7 @@ class KernelExecutor:
     ) -> None:
         self.model, self.ops, self.tables, self.keep = model, ops, tables, keep
         self.staging = Staging(ops, most_rows)
+        self.last_layers = self.last_logits = Tape()  # the launches of the last step, for measurements
         self.tapes: OrderedDict[object, tuple[Tape, Array]] = OrderedDict()
         self._tokens = ops.staging((2, self.staging.most + 1), np.int32)
 
@@ -51,7 +52,8 @@ class KernelExecutor:
         hidden = self._hidden(staged)
         if not len(batch.logit_rows):
             return StepResult(np.zeros(0, np.int64), np.zeros(0, np.bool_), None)
-        logits = self.model.logits(hidden, staged.arrays.logit_rows)
+        with self.ops.recording() as self.last_logits:
+            logits = self.model.logits(hidden, staged.arrays.logit_rows)
         tokens, finite = self._sample(logits, staged, draws=bool((sampling.temperature > 0).any()))
         kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
         return StepResult(tokens[batch.sampled].astype(np.int64), finite[batch.sampled].astype(np.bool_), kept)
@@ -79,9 +81,11 @@ class KernelExecutor:
             self.tapes.move_to_end(key)
             tape, hidden = self.tapes[key]
             tape.replay()
+            self.last_layers = tape
             return hidden
         with self.ops.recording() as tape:
             hidden = self._launch_layers(staged, self.tables.targets)
+        self.last_layers = tape
         if self.keep:
             self.tapes[key] = tape, hidden
             if len(self.tapes) > MOST_TAPES:

@@ -38,9 +38,13 @@ def pinned_bytes(nbytes: int) -> Array:
     return pinned
 
 
-def use_own_stream() -> None:
-    """From here on this thread works on a new stream, so that nothing waits for what others do on the default one."""
-    cupy.cuda.Stream(non_blocking=True).use()
+def use_own_stream() -> Any:
+    """From here on this thread works on a new stream, so that nothing waits for what others do on the default one.
+
+    Returns:
+        The stream: CuPy forgets it, and goes back to the default one, when nobody holds it any more.
+    """
+    return cupy.cuda.Stream(non_blocking=True).use()
 
 
 def total_bytes() -> int:

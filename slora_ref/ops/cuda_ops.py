@@ -135,10 +135,13 @@ class CudaOps(KernelOps):
         ticket = Passed()
         ticket.event.record(self.stream)
         self.side.wait_event(ticket.event)
-        with self.side:
+        self.side.use()
+        try:
             ticket.begin.record(self.side)
             yield ticket
             ticket.event.record(self.side)
+        finally:
+            self.stream.use()
 
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
         """The table on the device, in memory of its own."""

@@ -1,0 +1,105 @@
+"""What `bench decode` measures, and the floors of its parts: pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slora_ref.config import ModelConfig
+from slora_ref.config.presets import parameters, preset
+from slora_ref.errors import ConfigError
+from slora_ref.options import MOST, check_whole
+from slora_ref.synthetic import AdapterKind
+
+BYTES_PER_S = 4.05e12  # an H200's measured copy rate, as in the figures that the rows are compared with
+HALF = 2  # bytes of a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """What can be told.
+
+    Args:
+        model: name of a shape.
+        batches: requests that decode together.
+        adapters: distinct adapters among them; those above the batch are left out.
+        kind: of the adapters.
+        prompt, output: tokens of every request; parts are timed in the middle of the output.
+        dtype: of weights, activations and pool.
+    """
+
+    model: str = "llama-7b"
+    batches: tuple[int, ...] = (64, 128)
+    adapters: tuple[int, ...] = (0, 1, 8, 32, 64, 128)
+    kind: AdapterKind = AdapterKind()
+    prompt: int = 128
+    output: int = 128
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what cannot be measured."""
+        preset(self.model)
+        for name, values, least in (("batch", self.batches, 1), ("adapters", self.adapters, 0)):
+            if not values:
+                raise ConfigError(f"{name} is empty; give at least one number")
+            for value in values:
+                check_whole(ConfigError, name, value, least, 512)
+        for name in ("prompt", "output"):
+            check_whole(ConfigError, name, getattr(self, name), 2, MOST)
+
+    def cases(self) -> list[DecodeCase]:
+        """Every batch with every number of adapters that it can hold."""
+        context = self.prompt + self.output // 2
+        return [
+            DecodeCase(preset(self.model), batch, adapters, self.kind, context)
+            for batch in self.batches
+            for adapters in self.adapters
+            if adapters <= batch
+        ]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that a part can take, in milliseconds: its bytes once from memory, or its FLOPs."""
+
+    bytes_ms: float
+    flops_ms: float
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One decode step.
+
+    Args:
+        config: of the model.
+        batch, adapters: requests, and distinct adapters among them.
+        context: tokens that each request attends over.
+    """
+
+    config: ModelConfig
+    batch: int
+    adapters: int
+    kind: AdapterKind
+    context: int
+
+    def floors(self, tflops: float) -> dict[str, Floor]:
+        """Of the parts, at BYTES_PER_S and a measured rate of products."""
+        config = self.config
+        weights = parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+        ranks = [self.kind.ranks[i % len(self.kind.ranks)] for i in range(self.adapters)]
+        lora = [self.kind.numbers(config, rank) for rank in ranks]
+        of_rows = sum(lora[row % self.adapters] for row in range(self.batch)) if self.adapters else 0
+        keys = self.batch * self.context * config.num_layers
+        return {
+            "gemm": _floor(weights, 2 * self.batch * weights, tflops),
+            "lora": _floor(sum(lora), 2 * of_rows, tflops),
+            "attention": _floor(2 * keys * config.kv_width, 4 * keys * config.q_width, tflops),
+            "communication": Floor(0.0, 0.0),
+        }
+
+    def floor_ms(self, tflops: float) -> float:
+        """Of the step: all bytes."""
+        return sum(floor.bytes_ms for floor in self.floors(tflops).values())
+
+
+def _floor(numbers: int, flops: int, tflops: float) -> Floor:
+    return Floor(1e3 * HALF * numbers / BYTES_PER_S, 1e3 * flops / (tflops * 1e12))

@@ -1,0 +1,124 @@
+"""All rows of `bench decode`: an engine serves one batch after the other; steps are timed as a client sees them.
+
+In the middle of the output the step's launches are taken and each part of them is captured and timed alone, so parts
+are without the host's time; `rest_ms` is what the step takes beyond them: small kernels, gaps and the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slora_ref.bench.decode.cases import DecodeCase, DecodeOptions
+from slora_ref.bench.machine import matmul_tflops
+from slora_ref.config import EngineConfig
+from slora_ref.config.presets import preset
+from slora_ref.engine import Engine
+from slora_ref.executor import KernelExecutor
+from slora_ref.ops.tape import Tape
+from slora_ref.request import SamplingParams
+from slora_ref.synthetic import write_adapters
+
+Say = Callable[[str], None]
+DISTINCT = 16  # weight sets; each name has pages of its own
+PARTS: dict[str, tuple[Any, ...]] = {"gemm": ("gemm",), "lora": ("lora",), "attention": ("attention",)}
+HEAD = f"{'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} {'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
+
+
+def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
+    """Every case of the options.
+
+    Raises:
+        ConfigError: there is no GPU, or the model does not fit.
+    """
+    config, rows = preset(options.model), []
+    engine = Engine.from_config(
+        config,
+        EngineConfig(
+            device="cuda",
+            dtype=options.dtype,
+            max_running=max(options.batches),
+            max_batched_tokens=2048,
+            max_length=options.prompt + options.output,
+            max_adapters=512,
+            host_bytes=max(1 << 20, 2 * options.kind.folder_bytes(config, DISTINCT)),
+        ),
+    )
+    graph, tflops = importlib.import_module("slora_ref.ops.cuda_graph").CudaGraph, matmul_tflops()
+    with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
+        sets = write_adapters(Path(folder), config, options.kind, DISTINCT, seed=0)
+        for name in range(max(options.adapters)):
+            engine.add_adapter(str(name), sets[name % DISTINCT])
+        say(HEAD)
+        for case in options.cases():
+            rows.append(measure(engine, case, options, tflops, graph))
+            say(line(rows[-1]))
+    return rows
+
+
+def measure(
+    engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float, graph: Callable[..., Any]
+) -> dict[str, Any]:
+    """Serves one batch to the end; `graph` captures a tape, to be timed."""
+    params = SamplingParams(max_tokens=options.output, ignore_eos=True)
+    vocab = case.config.vocab_size
+    for i in range(case.batch):
+        prompt = [(31 * i + 7 * j) % vocab for j in range(options.prompt)]
+        engine.add_request(prompt, params, str(i % case.adapters) if case.adapters else None)
+    times: list[float] = []
+    parts: dict[str, float] = {}
+    while engine.has_work:
+        running = engine.scheduler.running
+        decodes = len(running) == case.batch and all(sequence.output_ids for sequence in running)
+        started = time.perf_counter()
+        engine.step()
+        if decodes:
+            times.append(1e3 * (time.perf_counter() - started))
+        if len(times) == options.output // 2 and not parts:
+            parts = _parts(engine, graph)
+    step, (gemm, lora, attention) = statistics.median(times), (parts[name] for name in PARTS)
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "batch": case.batch,
+        "adapters": case.adapters,
+        "rank": list(case.kind.ranks) if len(case.kind.ranks) > 1 else case.kind.ranks[0],
+        "targets": list(case.kind.targets),
+        "context": case.context,
+        "shards": 1,
+        "mode": "eager",
+        "step_ms": step,
+        "floor_ms": case.floor_ms(tflops),
+        "gemm_ms": gemm,
+        "lora_ms": lora,
+        "attention_ms": attention,
+        "communication_ms": 0.0,
+        "rest_ms": step - gemm - lora - attention,
+        "kernels_ms": parts["all"],
+        "step_p99_ms": sorted(times)[int(0.99 * (len(times) - 1))],
+        "part_floors": {name: asdict(floor) for name, floor in case.floors(tflops).items()},
+    }
+
+
+def _parts(engine: Engine, graph: Callable[..., Any]) -> dict[str, float]:
+    """Milliseconds of each part of the last step, and of all its launches together, each as one graph."""
+    executor = engine.executor
+    assert isinstance(executor, KernelExecutor)
+    whole = Tape([*executor.last_layers.work, *executor.last_logits.work])
+    times = dict.fromkeys(PARTS, 0.0)
+    for name, kinds in PARTS.items():
+        tape = whole.only(*kinds)
+        times[name] = graph(executor.ops, tape).milliseconds() if tape.work else 0.0
+    return times | {"all": graph(executor.ops, whole).milliseconds()}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as the table shows it."""
+    parts = f"{row['gemm_ms']:6.2f} {row['lora_ms']:6.2f} {row['attention_ms']:9.2f} {row['rest_ms']:6.2f}"
+    return f"{row['batch']:5} {row['adapters']:8} {row['step_ms']:7.2f} {row['floor_ms']:6.2f} {parts}"
