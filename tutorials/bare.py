@@ -1,7 +1,7 @@
 """A server without a model, for chapters about who runs when: real scheduler, pool and page tables, simulated time.
 
-A step takes as long as the chapter says and gives the same token to everybody; a load is over as soon as it is asked
-for. What remains is real: slora_ref's own scheduler, prefetcher, pool and page tables, with the toy model's adapters.
+A step takes as long as the chapter says and gives the same token to everybody; a load takes as long as its pages. What
+remains is real: slora_ref's own scheduler, prefetcher, pool and page tables, with the toy model's adapters.
 """
 
 from __future__ import annotations
@@ -60,33 +60,48 @@ class Recorder:
         return self.inner.run(batch, sampling)
 
 
-class NoCopy:
-    """A loader that has loaded as soon as it is asked to."""
+class Link:
+    """A loader whose copies take time, one after the other, beside the steps.
 
-    seconds = 0.0
+    Args:
+        seconds_a_page: 0: a load is over as soon as it is asked for.
+    """
 
-    def __init__(self) -> None:
-        self.done: list[tuple[int, LoadFailed | None]] = []
+    def __init__(self, clock: SimulatedClock, store: AdapterStore, seconds_a_page: float) -> None:
+        self.clock, self.store, self.seconds_a_page = clock, store, seconds_a_page
+        self.seconds = 0.0
+        self.log: list[tuple[int, float, float]] = []  # adapter id, start and end of every load
+        self.under_way: list[tuple[int, float]] = []
 
     def start(self, adapter_id: int) -> None:
-        self.done.append((adapter_id, None))
+        begin = max(self.clock.now(), self.log[-1][2] if self.log else 0.0)
+        took = self.store.version(adapter_id).pages * self.seconds_a_page
+        self.seconds += took
+        self.log.append((adapter_id, begin, begin + took))
+        self.under_way.append((adapter_id, begin + took))
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
-        done, self.done = self.done, []
-        return done
+        done = [adapter_id for adapter_id, end in self.under_way if end <= self.clock.now()]
+        self.under_way = [(adapter_id, end) for adapter_id, end in self.under_way if adapter_id not in done]
+        return [(adapter_id, None) for adapter_id in done]
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        self.clock.advance(max(0.0, self.under_way[0][1] - self.clock.now()))
 
 
 def bare_engine(
-    pages: int, seconds: Callable[[Batch], float] = lambda batch: 0.1, policy: Policy | None = None, **options: Any
+    pages: int,
+    seconds: Callable[[Batch], float] = lambda batch: 0.1,
+    policy: Policy | None = None,
+    seconds_a_page: float = 0.0,
+    **options: Any,
 ) -> Engine:
-    """An engine with a pool of so many pages and no model."""
-    config, model, clock = EngineConfig(**options), ModelConfig.from_folder(MODEL_FOLDER), SimulatedClock()
-    layout = PageLayout(model)
+    """An engine with a pool of so many pages and no model. Nothing is loaded ahead unless `prefetch` says so."""
+    config, model = EngineConfig(**{"prefetch": 0, **options}), ModelConfig.from_folder(MODEL_FOLDER)
+    clock, layout = SimulatedClock(), PageLayout(model)
     pool = PagePool(layout, pages, config.max_running, 256, config.max_adapters, dtype=None)
-    prefetcher = Prefetcher(pool, AdapterStore(model, layout), NoCopy(), config.eviction)
+    store = AdapterStore(model, layout)
+    prefetcher = Prefetcher(pool, store, Link(clock, store, seconds_a_page), config.eviction, config.prefetch)
     scheduler = Scheduler(pool, prefetcher, policy or FCFS(), config)
     return Engine(scheduler, prefetcher, NoModel(clock, seconds), clock, model)
 
