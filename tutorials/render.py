@@ -3,9 +3,10 @@
     python tutorials/render.py [--check] [chapter.py ...]      (all chapters if none is named; `make tutorials`)
 
 A cell begins with `# %%`. `[markdown]` cells are text in comments. What a code cell prints, and the value of its last
-expression, are shown below it. A word after `# %%` says what is shown: `listing` the output alone, `picture` the output
-with the code folded, `solution` all of it folded. Every cell is run, in order. --check writes nothing; it fails where a
-page differs from the committed one: text, integers, other numbers in their first 3 digits, data behind pictures.
+expression, are shown below it. A word after `# %%` says what is shown: `listing` the output and the imports alone,
+`picture` the output with the code folded, `solution` all of it folded. Every cell is run, in order. --check writes
+nothing; it fails where a page differs from the committed one: text, integers, other numbers in their first 3 digits,
+data behind pictures.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def shown(kind: str, code: str, output: str) -> str:
     """A cell on the page."""
     block = f"```python\n{code}\n```\n\n"
     if kind == "listing":
-        return output
+        imports = [line for line in code.splitlines() if line.startswith(("from ", "import "))]
+        return "\n".join(["```python", *imports, "```", "", ""] if imports else []) + output
     if kind == "picture":
         return f"{output}<details><summary>The code of the picture</summary>\n\n{block}</details>\n\n"
     if kind == "solution":
