@@ -138,6 +138,12 @@ entries = batch[3][0, :, :3].tolist()
 table(["row", "first entry of A", "of B", "rank"], [(row, *entry) for row, entry in enumerate(entries)])
 
 # %% [markdown]
+# ## Five words of CUDA
+# A kernel is a function that thousands of *threads* run at once. 32 threads are a *warp*: they run in step and can
+# hand each other numbers (*shuffles*); a thread's place in its warp is its *lane*. Some warps are a *block*: they
+# have fast *shared memory* in common, and a *barrier* (`__syncthreads()`), at which each waits for all. Blocks know
+# nothing of each other. `threadIdx.x` and `blockIdx.x` tell a thread which part of the work is its own.
+#
 # ## The ladder
 # The kernels of an operation form a ladder. The first rung is the formula; each further one adds one idea. All take
 # the same arguments. They are CUDA, and they run here as well: g++ compiles the same files, threads become fibers
@@ -149,10 +155,27 @@ kernels = HostKernels()
 
 
 def run(kernel, batch, order="forward", kernels=kernels):
-    """The error of a kernel's result."""
+    """The error of a kernel's result; MBGMM's get the rows as one tile of the first row's adapter."""
     arguments = shrink_arguments(batch) if "shrink" in kernel else expand_arguments(batch)
+    if kernel.startswith("mbgmm"):
+        tile = np.array([[0, len(batch[0])]], np.int32)
+        names = ("x", "pages", "page_table") if "shrink" in kernel else ("pages", "page_table")
+        weights = [arguments[name] for name in names]
+        lora = np.ascontiguousarray(arguments["lora"][:, :1])
+        if "shrink" in kernel:
+            arguments = lora_arguments.mbgmm_shrink(arguments["t"], *weights, lora, tile)
+        else:
+            width = (arguments["y"].shape[1],)
+            arguments = lora_arguments.mbgmm_expand(arguments["y"], arguments["t"], *weights, lora, tile, width)
     kernels.run(make_launch(kernel, np.float16, arguments), order, seed=1)
     return error(batch, arguments)
+
+
+def checked(operation, batch):
+    """The rungs of an operation, whether they are right in three orders of threads, and what is new in them."""
+    for kernel in ladder(operation, np.float16):
+        right = all(run(kernel, batch, order) < 1e-3 for order in ORDERS)
+        yield f"[{kernel}](../kernels_cu/{kernel}.cu)", "yes" if right else "no", new_here(kernel)
 
 
 def new_here(kernel):
@@ -161,11 +184,8 @@ def new_here(kernel):
     return " ".join(head.split("// limits")[0].replace("//", "").split())
 
 
-rows = []
-for kernel in ladder("mbgmv_shrink", np.float16) + ladder("mbgmv_expand", np.float16):
-    right = all(run(kernel, batch, order) < 1e-3 for order in ORDERS)
-    rows.append((f"[{kernel}](../kernels_cu/{kernel}.cu)", "yes" if right else "no", new_here(kernel)))
-table(["kernel", "right in three orders", "new here"], rows)
+header = ["kernel", "right in three orders", "new here"]
+table(header, [*checked("mbgmv_shrink", batch), *checked("mbgmv_expand", batch)])
 
 # %% [markdown]
 # ### Rung 1: the formula
@@ -207,6 +227,16 @@ excerpt("kernels_cu/mbgmv_shrink_2_warp.cu", "int row = blockIdx.y")
 # the time that one takes. Rung 2 waits for each number before it asks for the next. Rung 3 asks for 16 times 16 bytes
 # a thread before it uses the first, so nothing may branch between those loads, and that is most of its code.
 #
+# ### Many rows of one adapter: MBGMM
+# A prompt is hundreds of rows of one adapter. Served one by one, each would read A and B again. So MBGMM takes a tile
+# of rows at a time: a number that was read serves all rows of the tile, and products of whole tiles are what tensor
+# cores are made for. Here 20 rows of one adapter of rank 17, in one tile:
+
+# %%
+tile = make_batch(ranks=(17,), owners=(0,) * 20)
+table(header, [*checked("mbgmm_shrink", tile), *checked("mbgmm_expand", tile)])
+
+# %% [markdown]
 # ## What the barriers are for
 # Where threads share memory, one must not read before the other has written. A barrier says so; its comment says
 # which write it keeps from which read. On the host threads run strictly one after the other between barriers, so a
@@ -272,6 +302,24 @@ table(["rank", "MB", "floor, us", "ours, us", "cuBLAS batched, us", "cuBLAS grou
 # One row for each of 64 adapters, one projection, shrink and expand together. cuBLAS gets every favour here: equal
 # ranks, and weights that already lie in one piece, so it neither pads nor copies. At small ranks everybody is far
 # from the roof: a few megabytes are moved in less time than two kernels take to start.
+#
+# Prompts are another matter. Here 16 prompts of 256 rows, each with an adapter of its own:
+
+# %%
+prompts = [
+    row
+    for row in result["rows"]
+    if (row["case"], row["dtype"], row["d_in"], row["d_outs"]) == ("prefill", "float16", 4096, [4096])
+]
+rows = []
+for row in prompts:
+    times = (row["floor_us"], row["us"], row["baselines"]["cublas_batched_padded"], row["baselines"]["cublas_grouped"])
+    rows.append((row["rank"], f"{row['bytes'] / 1e6:.1f}", *(f"{us:.1f}" for us in times), f"{row['fraction']:.0%}"))
+table(["rank", "MB", "floor, us", "ours, us", "cuBLAS batched, us", "cuBLAS grouped, us", "of the floor's speed"], rows)
+
+# %% [markdown]
+# With large ranks the library's tiles are better than these kernels', as long as all ranks are equal and lie in one
+# piece. That is the price of readable code, and it is small beside the base model's product.
 #
 # ## The picture
 
