@@ -23,12 +23,20 @@ class CheckpointError(SloraError):
     """A checkpoint folder is damaged or contradicts itself: missing tensor, wrong shape, bad header."""
 
 
+class CheckpointWarning(UserWarning):
+    """Something in a checkpoint folder has no effect here, though it has in transformers."""
+
+
 class UnsupportedAdapter(SloraError):
     """An adapter asks for a PEFT feature that changes the function and is not implemented; the message names it."""
 
 
 class AdapterError(SloraError):
     """An adapter folder is damaged, vanished, or does not fit the base model."""
+
+
+class AdapterWarning(UserWarning):
+    """Something in an adapter's config has no effect, and was perhaps meant to have one."""
 
 
 class UnknownAdapter(SloraError):

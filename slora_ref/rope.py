@@ -5,7 +5,8 @@ pair is turned by position * inv_freq[i]. The four kinds differ in inv_freq alon
 so keys in the cache never change: a key's rotation is a function of its own position.
 
 Formulas: linear (kaiokendev), yarn (Peng et al., arXiv 2309.00071, section 3), llama3 (Llama 3.1's release). It knows
-neither batches nor caches.
+neither batches nor caches. Rounding is transformers' own, to float32 at every stage: at position 5,000 the last bit of
+inv_freq moves a logit by 2e-4 of the largest one.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import math
 import numpy as np
 
 from slora_ref.config import ModelConfig, RopeConfig
-from slora_ref.shapes import Array, Float, Float32
+from slora_ref.shapes import Array, Float32
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Float32[Array, " half"], float]:
     """inv_freq `[head_dim/2]` in radians a position, and the factor on cos and sin (1 except for yarn)."""
     rope = config.rope
-    plain = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    waves = (np.float64(np.float32(rope.theta)) ** exponents).astype(np.float32)  # NumPy's own float32 power is coarser
+    plain = np.float32(1) / waves
     if rope.kind == "linear":
-        return (plain / rope.factor).astype(np.float32), 1.0
+        return plain / np.float32(rope.factor), 1.0
     if rope.kind == "llama3":
-        return _llama3(plain, rope).astype(np.float32), 1.0
+        return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":
-        return _yarn(plain, rope, config.head_dim).astype(np.float32), _yarn_attention_scale(rope)
-    return plain.astype(np.float32), 1.0
+        return _yarn(waves, rope, config.head_dim), _yarn_attention_scale(rope)
+    return plain, 1.0
 
 
 def rope_table(
@@ -36,22 +39,22 @@ def rope_table(
 ) -> tuple[Float32[Array, "positions half"], Float32[Array, "positions half"]]:
     """cos and sin, each float32 `[positions, head_dim/2]`, already times the attention scale.
 
-    The angle is rounded to float32 as it is in transformers: at position 10^5 that rounding is larger than any other.
+    The angle is rounded to float32 as it is in transformers.
     """
     frequencies, scale = inverse_frequencies(config)
     angles = (np.arange(positions, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
 
 
-def _llama3(plain: Float[Array, " half"], rope: RopeConfig) -> Float[Array, " half"]:
+def _llama3(plain: Float32[Array, " half"], rope: RopeConfig) -> Float32[Array, " half"]:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated by their rotations."""
-    rotations = rope.original_positions * plain / (2 * math.pi)  # over the original context
+    rotations = rope.original_positions / (2 * math.pi / plain)  # over the original context
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
-    return plain * ((1 - kept) / rope.factor + kept)
+    return (1 - kept) * plain / rope.factor + kept * plain
 
 
-def _yarn(plain: Float[Array, " half"], rope: RopeConfig, head_dim: int) -> Float[Array, " half"]:
+def _yarn(waves: Float32[Array, " half"], rope: RopeConfig, head_dim: int) -> Float32[Array, " half"]:
     """Dimensions below `low` keep their frequency, above `high` are divided by `factor`, a linear ramp between."""
     low = _yarn_dimension(rope.beta_fast, rope, head_dim)
     high = _yarn_dimension(rope.beta_slow, rope, head_dim)
@@ -59,8 +62,8 @@ def _yarn(plain: Float[Array, " half"], rope: RopeConfig, head_dim: int) -> Floa
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0.0), min(high, head_dim - 1.0)
     width = high - low if high != low else 0.001
-    stretched = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
-    return np.asarray(plain * (stretched / rope.factor + (1.0 - stretched)))
+    kept = 1 - np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / width, 0.0, 1.0)
+    return np.asarray(1 / (rope.factor * waves) * (1 - kept) + 1 / waves * kept)
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:

@@ -5,7 +5,8 @@
 Runs every spelling of every case (tests/golden/cases.py) that transformers or peft can read, insists that the spellings
 of a case agree, and writes one NAME.npz a case: logits_N [N, vocab] float32 for each prompt of N tokens, tokens
 [prompts, 16] chosen greedily, gaps [prompts, 16] between the best two logits. Also saves, with save_pretrained, the
-folders of tests/golden/saved, and notes versions and digests of weights in manifest.json.
+folders of tests/golden/saved, and notes versions and digests of weights in manifest.json. rope.npz holds transformers'
+inv_freq for the ropes of golden/cases.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from golden.cases import (  # noqa: E402
@@ -28,12 +30,14 @@ from golden.cases import (  # noqa: E402
     MODEL_CASES,
     NEW_TOKENS,
     PROMPT_LENGTHS,
+    ROPES,
     SAVED,
     AdapterCase,
     ModelCase,
     prompts,
     sha256,
 )
+from tiny import config_json, tiny_config  # noqa: E402
 
 SPREAD = 2e-6  # spellings of one case agree to this part of the largest logit
 
@@ -141,6 +145,15 @@ def save_folder(name: str, work: Path) -> dict[str, np.ndarray]:
     return answers(peft.PeftModel.from_pretrained(load_model(folder), str(folder) + "-adapter").eval())
 
 
+def rope_frequencies() -> dict[str, np.ndarray]:
+    """inv_freq [head_dim / 2] of each rope and head_dim, as transformers rounds it."""
+    found = {}
+    for name, (head_dim, rope) in ROPES.items():
+        config = transformers.LlamaConfig(**config_json(tiny_config(head_dim=head_dim, rope=rope)))
+        found[name] = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    return found
+
+
 def main(chosen: list[str]) -> None:
     """Make the chosen cases, or all."""
     torch.set_num_threads(1)
@@ -160,6 +173,9 @@ def main(chosen: list[str]) -> None:
                 entry["sha256"] = sha256(case.weights())
             manifest[name] = entry
             print(name, f"largest logit {abs(result['logits_150']).max():.2f}", flush=True)
+    if not chosen or "rope" in chosen:
+        np.savez_compressed(FOLDER / "rope.npz", **rope_frequencies())
+        manifest["rope"] = {"versions": versions}
     manifest_path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 
 

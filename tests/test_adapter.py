@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tiny import TARGETS, adapter_tensors, module_name, tiny_config, write_adapter_folder
 
-from slora_ref.adapter import AdapterHeader, AdapterWarning, load_adapter, read_header
+from slora_ref.adapter import AdapterHeader, load_adapter, read_header
 from slora_ref.adapter.header import HeaderReader
 from slora_ref.adapter.options import IDLE, READ, REFUSED
 from slora_ref.adapter.patterns import Names
@@ -126,9 +125,36 @@ def test_a_key_for_layer_1_does_not_hit_layer_11(tmp_path: Path) -> None:
 
 
 def test_keys_that_match_nothing_are_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(AdapterWarning, match=r"rank_pattern: 2 keys match no module.*proj.*model\.layers\.1"):
-        header = header_of(tmp_path, 8, rank_pattern={"proj": 4, "model.layers.1": 2, "q_proj": 8})
-    assert np.all(header.ranks == 8) and "2 keys match no module" in header.warnings[0]
+    header = header_of(tmp_path, 8, rank_pattern={"proj": 4, "model.layers.1": 2, "q_proj": 8})
+    assert np.all(header.ranks == 8)
+    [warning] = header.warnings
+    assert re.search(r"rank_pattern: 2 keys match no module.*proj.*model\.layers\.1", warning)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "alpha"), [("base_model.model.", 60), ("base_model.model.model.", 80), ("", 60), ("model.", 80)]
+)
+def test_patterns_see_the_names_of_the_model_that_was_trained(tmp_path: Path, prefix: str, alpha: float) -> None:
+    """PEFT on a LlamaModel, which has no head, names its modules layers.0..., and a pattern from ^ on sees it."""
+    alphas = {"^layers.0.self_attn.q_proj": 60, "^model.layers.0.self_attn.q_proj": 80}
+    folder = write_adapter_folder(tmp_path, T0, 8, alpha_pattern=alphas)
+    rename(folder, lambda name: name.replace("base_model.model.model.", prefix))
+    header = read_header(folder, T0)
+    assert header.scales[0, Q] == alpha / 8 and len(header.warnings) == 1
+    assert np.all(np.delete(header.scales.ravel(), Q) == header.scales[1, Q])
+
+
+def test_names_of_both_kinds_are_refused(tmp_path: Path) -> None:
+    folder = write_adapter_folder(tmp_path, T0, 8)
+    rename(folder, lambda name: name.replace("model.layers.1.", "layers.1."))
+    with pytest.raises(AdapterError, match="name all in one way"):
+        read_header(folder, T0)
+
+
+def rename(folder: Path, change: Callable[[str], str]) -> None:
+    """Gives the tensors of an adapter other names."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file({change(name): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
 def test_a_pattern_that_the_file_contradicts_is_refused_with_both_shapes(tmp_path: Path) -> None:
@@ -212,12 +238,10 @@ def test_hostile_patterns_cost_no_time(tmp_path: Path, pattern: str) -> None:
     for change in ({"target_modules": pattern}, {"rank_pattern": {pattern: 8}}, {"exclude_modules": pattern}):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AdapterWarning)
-            try:
-                read_header(folder, T0)
-            except SloraError as refusal:
-                assert str(refusal).isprintable()
+        try:
+            read_header(folder, T0)
+        except SloraError as refusal:
+            assert str(refusal).isprintable()
         assert time.perf_counter() - started < 5  # with shape checks on; the fuzz without them asks for 1
 
 
@@ -239,7 +263,6 @@ SELECTIONS: list[tuple[dict[str, Any], int]] = [
     ({"target_modules": r".*(0.*q_proj|1.*o_proj)", "layers_to_transform": None}, 2),
     ({"target_modules": "all-linear", "layers_to_transform": None}, 14),
     ({"target_modules": "ALL-LINEAR", "layers_to_transform": []}, None),
-    ({"target_modules": None}, 2),
     ({"target_modules": ["model.layers.0.self_attn.q_proj", "1.self_attn.o_proj"]}, 2),
 ]
 
@@ -256,6 +279,14 @@ def test_target_modules_in_every_form(tmp_path: Path, options: dict[str, Any], t
     assert (header.matched, header.total) == (2, total)
     assert header.ranks.tolist() == [[8, 0, 0, 0, 0, 0, 0], [0, 0, 0, 8, 0, 0, 0]]
     assert bool(header.warnings) == (total > 2)
+
+
+def test_with_no_target_modules_the_file_is_the_truth(tmp_path: Path) -> None:
+    """PEFT reads null as q_proj and v_proj, and would drop the rest: that is said."""
+    header = header_of(tmp_path / "fits", 8, ("q_proj", "v_proj"), target_modules=None)
+    assert header.matched == header.total == 4 and not header.warnings
+    more = header_of(tmp_path / "more", 8, ("q_proj", "v_proj", "down_proj"), target_modules=None)
+    assert more.matched == more.total == 6 and "null" in more.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from golden.cases import LLAMA3, YARN, rope_spellings
 from tiny import config_json, tiny_config, write_model_folder
 
 from slora_ref.config import TARGETS, ModelConfig, RopeConfig
-from slora_ref.errors import CheckpointError, UnsupportedModel
+from slora_ref.errors import CheckpointError, CheckpointWarning, UnsupportedModel
 
 
 def parse(**changes: Any) -> ModelConfig:
@@ -76,6 +76,23 @@ def test_a_generation_config_without_end_tokens_leaves_those_of_the_config(tmp_p
     write_model_folder(tmp_path, tiny_config())
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (96,)
+
+
+def test_rules_of_generation_that_would_change_greedy_answers_are_told(tmp_path: Path) -> None:
+    """They are each request's to choose; a folder that counts on them must not lose them in silence."""
+    write_model_folder(tmp_path, tiny_config())
+    told = {"repetition_penalty": 1.1, "suppress_tokens": [3], "do_sample": True, "temperature": 0.6, "min_length": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    with pytest.warns(CheckpointWarning, match=r"repetition_penalty = 1.1, suppress_tokens = \[3\] has no effect"):
+        assert ModelConfig.from_folder(tmp_path) == tiny_config()
+
+
+def test_a_folder_with_model_and_adapter_is_refused(tmp_path: Path) -> None:
+    """transformers would load both as one model; the base model alone would be a wrong answer."""
+    write_model_folder(tmp_path, tiny_config())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="a folder of their own"):
+        ModelConfig.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("value", [-1, [1, -1], "2", [True], 1.0])
@@ -163,6 +180,8 @@ def test_partial_rotation_beside_the_block_is_refused() -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"logits_scaling": 8.0}, "logits_scaling"),
         ({"use_qk_norm": True}, "use_qk_norm"),
+        ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 1e-3}}}, "per_layer_config"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
         ({"num_key_value_heads": 3}, "KV heads"),
         ({"head_dim": 15}, "head_dim"),
@@ -178,6 +197,7 @@ def test_what_would_change_the_logits_is_refused_by_name(changes: dict[str, Any]
 def test_neutral_values_of_the_same_fields_load() -> None:
     neutral: dict[str, Any] = {"quantization_config": None, "layer_types": ["full_attention"] * 2, "auto_map": {}}
     neutral |= {"hidden_act": "swish", "final_logit_softcapping": None, "logits_scaling": 1.0, "pretraining_tp": 2}
+    neutral |= {"is_causal": True, "per_layer_config": None}
     assert parse(**neutral, use_cache=False, attention_dropout=0.1, some_new_field=3) == tiny_config()
 
 

@@ -34,7 +34,7 @@ from tiny import model_tensors, write_adapter_folder, write_model_folder, write_
 
 from slora_ref import Completion, Engine, EngineConfig, FinishReason, RequestOutput, SamplingParams
 from slora_ref.clock import SimulatedClock
-from slora_ref.errors import AdapterError, ConfigError, RequestError, SloraError, UnknownAdapter
+from slora_ref.errors import AdapterError, AdapterWarning, ConfigError, RequestError, SloraError, UnknownAdapter
 from slora_ref.policy import Ordering
 from slora_ref.tokenizer import Tokenizer
 
@@ -257,6 +257,17 @@ NAMES_OF_NO_ADAPTER = [
     "unknown", "", "X", "x ", "base:unknown", "a/b", "gone", "../secret", "/etc/passwd", "a/../../b", "%2e%2e", "None",
     "http://169.254.169.254/", "x\0", "n" * 10_000,
 ]  # fmt: skip
+
+
+def test_what_has_no_effect_in_an_adapter_is_told_to_the_caller(tmp_path: Path) -> None:
+    """Most of its modules missing: it would answer nearly as the base model, which is what a wrong file looks like."""
+    engine, ranks = new_engine(), {(0, "q_proj"): 4}
+    partial = write_adapter_folder(tmp_path, CONFIG, ranks, target_modules=["q_proj", "v_proj"], rank_pattern={})
+    with pytest.warns(AdapterWarning, match="1 of the [24] modules") as told:
+        engine.add_adapter("partial", partial)
+    assert told[0].filename == __file__
+    with pytest.warns(AdapterWarning, match="1 of the [24] modules"):
+        engine.replace_adapter("partial", partial)
 
 
 @pytest.mark.parametrize("name", NAMES_OF_NO_ADAPTER, ids=lambda name: repr(name[:20]))

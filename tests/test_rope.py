@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from golden.cases import FOLDER, ROPES
 from tiny import tiny_config
 
 from slora_ref.config import RopeConfig
@@ -53,6 +54,19 @@ def test_yarn_temperature_can_be_given_or_a_ratio() -> None:
     wanted = (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
     assert inverse_frequencies(tiny_config(rope=ratio))[1] == pytest.approx(wanted)
     assert inverse_frequencies(tiny_config(rope=RopeConfig("yarn", 1e4, 1.0, 64)))[1] == 1.0
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_rounded_as_in_transformers(name: str) -> None:
+    """The last bit of inv_freq, times 6,000 positions, is 2e-4 of the largest logit. torch's power is right to one bit
+    alone, so few of ours may differ, and by that bit."""
+    head_dim, rope = ROPES[name]
+    ours, theirs = frequencies(rope, head_dim), np.load(FOLDER / "rope.npz")[name]
+    assert ours.dtype == np.float32
+    assert (ours != theirs).sum() <= (2 if rope.kind in ("default", "linear") else 0.2 * len(ours))  # or in the ramp
+    np.testing.assert_array_max_ulp(ours, theirs, maxulp=2)
+    rounded_once = (rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    assert rope.kind != "default" or (rounded_once != theirs).sum() > 2, "this case cannot tell the two apart"
 
 
 @pytest.mark.parametrize("rope", KINDS, ids=lambda rope: rope.kind)

@@ -240,6 +240,10 @@ def test_a_chat_without_a_template_is_refused_and_none_is_guessed() -> None:
         ("{{ messages[0].nothing.at.all }}", "cannot render"),
         ("{{ messages.__class__.__mro__ }}", "cannot render"),
         ("{{ messages.append(1) }}", "cannot render"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 2.0 ** 5000 }}", "OverflowError"),
+        ("{{ range(9999999) }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_refused(template: str, word: str) -> None:
@@ -258,7 +262,8 @@ def test_templates_have_what_transformers_gives_them() -> None:
 
 
 def test_without_jinja2_a_chat_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+    for name in ("jinja2", "jinja2.ext", "jinja2.sandbox"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TokenizerError, match=r"slora_ref\[chat\]"):
         Tokenizer(sentence_piece(), SPECIAL, PLAIN).chat([])
 
@@ -284,9 +289,45 @@ def test_folders_name_their_special_tokens_and_templates(tmp_path: Path) -> None
     named = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}]
     tokenizer = Tokenizer.from_folder(save(tmp_path, added | {"chat_template": named}))
     assert tokenizer.decode(tokenizer.chat(chat)).strip() == "x"
+    tokenizer = Tokenizer.from_folder(save(tmp_path, added | {"chat_template": {"default": "z"}}))
+    assert tokenizer.decode(tokenizer.chat(chat)).strip() == "z"
+    save(tmp_path, added | {"chat_template": [{"name": ["default"], "template": "x"}]})
+    with pytest.raises(TokenizerError, match="no chat template"):
+        Tokenizer.from_folder(tmp_path).chat(chat)
     save(tmp_path, added | {"chat_template": "x"}, chat_template__jinja=".")
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.decode(tokenizer.chat(chat)).strip() == "."
+
+
+def test_tokens_of_the_settings_are_added_and_named_ones_are_special(tmp_path: Path) -> None:
+    """transformers adds what tokenizer.json lacks, and knows extra_special_tokens by their names."""
+    size = sentence_piece().get_vocab_size()
+    decoder = {str(size): {"content": "<tool>"}, str(size + 1): {"content": "<more>", "special": True}}
+    settings = {"added_tokens_decoder": decoder, "extra_special_tokens": {"image_token": "<tool>"}}
+    tokenizer = Tokenizer.from_folder(save(tmp_path, SPECIAL | settings | {"chat_template": "{{ image_token }}x"}))
+    assert tokenizer.chat([{"role": "user", "content": ""}])[1] == size
+    assert tokenizer.encode("<tool><more>")[1:] == [size, size + 1]
+    assert tokenizer.decode([size, size + 1]) == "" and tokenizer.decode([size], skip_special=False).strip() == "<tool>"
+    save(tmp_path, SPECIAL | {"added_tokens_decoder": {"9999": {"content": "<tool>"}}})
+    with pytest.raises(TokenizerError, match=rf"'9999'; after those of tokenizer.json it would be {size}"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_template_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {}, chat_template__jinja="x")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match="is not UTF-8"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_decoder_that_breaks_inside_the_library_is_an_error_of_its_text_alone() -> None:
+    """The library's own panic is no Exception; it would pass every handler and end the whole step."""
+    library = sentence_piece()
+    library.decoder = decoders.Strip(content=" ", left=1, right=1)
+    library.add_tokens([" "])
+    tokenizer = Tokenizer(library, SPECIAL)
+    with pytest.raises(TokenizerError, match="cannot decode"):
+        tokenizer.decode([library.token_to_id(" ")])
 
 
 def test_a_folder_without_settings_still_has_its_begin_token(tmp_path: Path) -> None:

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from slora_ref.adapter.header import AdapterHeader, read_header
 from slora_ref.adapter.load import Adapter, load_adapter
-from slora_ref.adapter.rules import AdapterWarning
 
-__all__ = ["Adapter", "AdapterHeader", "AdapterWarning", "load_adapter", "read_header"]
+__all__ = ["Adapter", "AdapterHeader", "load_adapter", "read_header"]

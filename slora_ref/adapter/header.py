@@ -20,13 +20,13 @@ from slora_ref.adapter.rules import Rules, module_name
 from slora_ref.checkpoint.fingerprint import Fingerprint
 from slora_ref.checkpoint.tensors import FLOAT_TYPES, StoredTensor, parse_header, read_header_text
 from slora_ref.config import TARGETS, ModelConfig
-from slora_ref.config.fields import parse_json, read_json_text, show
+from slora_ref.config.fields import parse_json, read_text, show
 from slora_ref.errors import AdapterError, UnsupportedAdapter
 from slora_ref.shapes import Array, Float32, Int32
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = re.compile(
-    r"(?:base_model\.model\.)?(?:model\.)?layers\.(0|[1-9][0-9]{0,4})\.(self_attn|mlp)\.([a-z]+_proj)"
+    r"(?:base_model\.model\.)?(?P<root>(?:model\.)?)layers\.(0|[1-9][0-9]{0,4})\.(self_attn|mlp)\.([a-z]+_proj)"
     r"\.lora_([AB])(?:\.default)?\.weight"
 )
 REASONS = (
@@ -38,6 +38,7 @@ REASONS = (
     ("lm_head", "the output head"),
     ("embed_tokens", "the embedding"),
 )
+DEFAULT_TARGETS = {TARGETS.index("q_proj"), TARGETS.index("v_proj")}  # PEFT's for a llama and a mistral
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Module = tuple[int, int]
@@ -96,7 +97,7 @@ class HeaderReader:
 
     def inspect(self, folder: Path) -> tuple[AdapterHeader, Places]:
         """The header, and where its tensors lie in the file. Raises as read_header."""
-        options = read_json_text(folder / CONFIG, AdapterError)
+        options = read_text(folder / CONFIG, AdapterError)
         if options not in self._served:  # before the weights are opened
             check_options(parse_json(folder / CONFIG, options, AdapterError))
         if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
@@ -138,11 +139,13 @@ def understand(folder: Path, options: bytes, text: bytes, size: int, config: Mod
         text: the header of the weights, a file of `size` bytes.
     """
     values = parse_json(folder / CONFIG, options, AdapterError)
-    halves = pair_halves(parse_header(folder / WEIGHTS, text, size, AdapterError))
-    rules = Rules(values, config)
+    halves, root = pair_halves(parse_header(folder / WEIGHTS, text, size, AdapterError))
+    rules = Rules(values, config, root)
     for module in halves:
         check_module(module, halves[module], rules, config)
     total = len(halves) if rules.selected is None else len(rules.selected)
+    if rules.selected is None and not {target for _, target in halves} <= DEFAULT_TARGETS:
+        rules.notes.append("target_modules is null: all of the file is served; PEFT would take q_proj and v_proj alone")
     if len(halves) < total:
         rules.notes.append(
             f"{len(halves)} of the {total} modules of target_modules are in the file; 0 is added to others"
@@ -152,20 +155,27 @@ def understand(folder: Path, options: bytes, text: bytes, size: int, config: Mod
     return Meaning(*tables(halves, rules, config), len(halves), total, dtype, tuple(rules.notes), halves)
 
 
-def pair_halves(tensors: Mapping[str, StoredTensor]) -> dict[Module, dict[str, StoredTensor]]:
-    """For each module its tensors by half, "A" and "B". Raises for a name that is no half, or a half given twice."""
+def pair_halves(tensors: Mapping[str, StoredTensor]) -> tuple[dict[Module, dict[str, StoredTensor]], str]:
+    """For each module its tensors by half, "A" and "B", and the root of the names, "model." or nothing.
+
+    Raises for a name that is no half, a half given twice, or names of both roots.
+    """
     halves: dict[Module, dict[str, StoredTensor]] = {}
+    roots = set()
     for name, tensor in tensors.items():
         found = KEY.fullmatch(name)
-        if found is None or found[3] not in TARGETS or (found[2] == "self_attn") != (found[3] in TARGETS[:4]):
+        if found is None or found[4] not in TARGETS or (found[3] == "self_attn") != (found[4] in TARGETS[:4]):
             raise unknown_tensor(name)
-        pair = halves.setdefault((int(found[1]), TARGETS.index(found[3])), {})
-        if found[4] in pair:
+        pair = halves.setdefault((int(found[2]), TARGETS.index(found[4])), {})
+        if found[5] in pair:
             raise AdapterError(f"tensor {show(name)} is in the file under a second name too")
-        pair[found[4]] = tensor
+        pair[found[5]] = tensor
+        roots.add(found["root"])
     if not halves:
         raise AdapterError(f"{WEIGHTS} holds no tensors: nothing would be changed")
-    return halves
+    if len(roots) > 1:
+        raise AdapterError(f"{WEIGHTS} names some modules model.layers... and some layers...: name all in one way")
+    return halves, roots.pop()
 
 
 def unknown_tensor(name: str) -> Exception:

@@ -2,14 +2,14 @@
 
 PEFT's own rules. A key of rank_pattern or alpha_pattern is a regular expression that must match the module's name
 from some dot to the end; the first key in the file's order wins; no match means the global value. So "q_proj" is every
-q, and "1.self_attn.q_proj" is layer 1's but not layer 11's. The scale is worked out here and nowhere else.
+q, and "1.self_attn.q_proj" is layer 1's but not layer 11's. The names begin with "model." if the adapter was trained on
+a model with a head, and with "layers." if on one without. The scale is worked out here and nowhere else.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,10 +26,6 @@ SET_LIKE = re.compile(r"""[\[{(]['"\w., ]+[\])}]""", re.ASCII)
 Value = TypeVar("Value")
 
 
-class AdapterWarning(UserWarning):
-    """Something in an adapter's config has no effect, and was perhaps meant to have one."""
-
-
 def module_name(layer: int, target: int) -> str:
     """A projection's full name as transformers and PEFT write it; `target` is its index in TARGETS."""
     return f"model.layers.{layer}.{'self_attn' if target < 4 else 'mlp'}.{TARGETS[target]}"
@@ -38,15 +34,24 @@ def module_name(layer: int, target: int) -> str:
 class Rules:
     """adapter_config.json, ready to be asked about modules. Its options must have passed check_options.
 
-    `selected`: the modules that target_modules names, None when it is open. `ranks`, `alphas`: values by module where
-    a pattern gives one; `rank` and `alpha` elsewhere. `notes`: what has no effect.
+    `selected`: the modules that target_modules names, None when it is null. `ranks`, `alphas`: values by module where
+    a pattern gives one; `rank` and `alpha` elsewhere. `notes`: what has no effect. Modules are named as module_name
+    does, whatever `root`.
     """
 
-    def __init__(self, values: Mapping[str, Any], config: ModelConfig) -> None:
-        """Raises AdapterError for a wrong type, UnsupportedAdapter for LoRA on the head or the embedding."""
+    def __init__(self, values: Mapping[str, Any], config: ModelConfig, root: str = "model.") -> None:
+        """Reads the config.
+
+        Args:
+            root: what the names of modules began with where the adapter was trained: "model." or nothing.
+
+        Raises:
+            AdapterError for a wrong type, UnsupportedAdapter for LoRA on the head or the embedding.
+        """
         self.fields = Fields(values, "adapter_config.json", AdapterError)
         pairs = [(layer, target) for layer in range(config.num_layers) for target in range(len(TARGETS))]
         self.modules = {module_name(*pair): pair for pair in pairs}
+        self._spelled = {root + name.removeprefix("model."): name for name in (*self.modules, *OUTSIDE)}
         self.notes: list[str] = []
         self._names: Names | None = None
         self.rslora = self.fields.flag("use_rslora")
@@ -74,7 +79,7 @@ class Rules:
         return Fields(value, f"adapter_config.json: {name}", AdapterError)
 
     def _by_module(self, table: Fields, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Value of each module that some key matches, by the first such key; warns of keys that match nothing."""
+        """Value of each module that some key matches, by the first such key; notes keys that match nothing."""
         found: dict[str, Value] = {}
         idle = []
         for key, value in values.items():
@@ -84,14 +89,13 @@ class Rules:
                 idle.append(key)
         if idle:
             self.notes.append(f"{table.source}: {len(idle)} keys match no module: {show(idle)}")
-            warnings.warn(self.notes[-1], AdapterWarning, stacklevel=2)
         return found
 
     def _matching(self, pattern: str) -> set[str]:
         """The names, of modules or of what lies outside, that a regular expression matches whole."""
         if self._names is None:
-            self._names = Names([*self.modules, *OUTSIDE])
-        return self._names.fullmatch(pattern)
+            self._names = Names(list(self._spelled))
+        return {self._spelled[name] for name in self._names.fullmatch(pattern)}
 
     def _selected(self) -> set[str] | None:
         """The modules that target_modules names, less exclusions; None when the config leaves it open."""
@@ -115,7 +119,8 @@ class Rules:
         if isinstance(value, str) and not SET_LIKE.fullmatch(value):
             return self._matching(value)
         endings = self._texts("target_modules", re.findall(r"[\w.]+", value) if isinstance(value, str) else value)
-        return {name for name in self._ending(endings) if name in endings or self._in_layers(name)}
+        whole = {self._spelled[name] for name in endings & self._spelled.keys()}
+        return {name for name in self._ending(endings) if name in whole or self._in_layers(name)}
 
     def _excluded(self) -> set[str]:
         """exclude_modules: a list of name endings or a regular expression."""
@@ -131,14 +136,14 @@ class Rules:
     def _ending(self, endings: set[str]) -> set[str]:
         """The names that are one of `endings` or end, after a dot, with one."""
         dotted = tuple(f".{ending}" for ending in endings)
-        return {name for name in (*self.modules, *OUTSIDE) if name.endswith(dotted) or name in endings}
+        return {name for spelled, name in self._spelled.items() if spelled.endswith(dotted) or spelled in endings}
 
     def _in_layers(self, name: str) -> bool:
         """Whether layers_to_transform (one index or a list; null and [] mean all) allows the module."""
         layers, patterns = self.fields.values.get("layers_to_transform"), self.fields.values.get("layers_pattern")
         if layers in (None, []) or name in OUTSIDE:
             return True
-        if patterns not in (None, [], "", "layers", ["layers"]):
+        if patterns and "layers" not in ([patterns] if isinstance(patterns, str) else patterns):
             raise self.fields.refuse("layers_pattern", 'a Llama has only "layers"')
         wanted = layers if isinstance(layers, list) else [layers]
         return self.modules[name][0] in wanted

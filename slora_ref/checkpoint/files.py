@@ -53,6 +53,10 @@ class TensorFiles:
             raise UnsupportedModel(f"tensor {show(name)} is {tensor.dtype}; supported: {', '.join(FLOAT_TYPES)}")
         return tensor.shape
 
+    def dtype(self, name: str) -> str:
+        """The type in which a tensor that can be read is stored."""
+        return str(FLOAT_TYPES[self._places[name][1].dtype])
+
     def merged(self, names: Sequence[str], dtype: np.dtype[Any]) -> Array:
         """The tensors `names` below each other in one new array `[sum of rows, ...]`."""
         shapes = [self.shape(name) for name in names]

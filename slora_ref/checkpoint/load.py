@@ -24,6 +24,7 @@ from slora_ref.shapes import Array
 
 HEAD = "lm_head.weight"
 OWN = ("model.", "lm_head.", "layers.", "embed_tokens.", "norm.")  # other names are strays
+WRAPPED = ".base_layer."  # where PEFT puts a weight beside its adapters
 UNUSED = ("rotary_emb.inv_freq",)  # stored by old versions, computed from the config by all
 
 
@@ -48,6 +49,8 @@ def block_name(target: str) -> str:
 
 def check_tensors(files: TensorFiles, config: ModelConfig, prefix: str) -> None:
     """Every needed tensor is there with the right shape, and none that would change the model is left over."""
+    if any(WRAPPED in name for name in files):
+        raise UnsupportedModel("the model was saved inside PEFT: call merge_and_unload() or unload(), then save it")
     for name, shape in expected_shapes(config, prefix):
         if files.shape(name) != shape:
             raise CheckpointError(f"tensor {show(name)} is {show(files.shape(name))}; config.json asks {shape}")
@@ -99,13 +102,16 @@ def load_checkpoint(
         return ModelWeights(placed, layers, place(files.merged([f"{prefix}norm.weight"], chosen)), head)
 
 
-def check_checkpoint(folder: str | Path, config: ModelConfig) -> int:
-    """Checks names and shapes as load_checkpoint does, from headers alone; the number of parameters the model uses."""
+def check_checkpoint(folder: str | Path, config: ModelConfig) -> tuple[int, list[str]]:
+    """Checks names and shapes as load_checkpoint does, from headers alone.
+
+    Returns the number of parameters that the model uses, and the types in which they are stored.
+    """
     with TensorFiles(Path(folder)) as files:
         prefix = checked_prefix(files, config)
         used = dict(expected_shapes(config, prefix))
         used |= {name: files.shape(name) for name in vocabulary_names(files, config, prefix)}
-        return sum(math.prod(shape) for shape in used.values())
+        return sum(math.prod(shape) for shape in used.values()), sorted({files.dtype(name) for name in used})
 
 
 def _embed_and_head(files: TensorFiles, config: ModelConfig, prefix: str, dtype: np.dtype[Any]) -> tuple[Array, Array]:

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         keep_logits=args.save_logits is not None,
     )
     prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
+    if args.save_logits is not None and not args.save_logits.parent.is_dir():
+        raise RequestError(f"--save-logits {args.save_logits}: there is no folder {args.save_logits.parent}")
     engine = Engine.from_pretrained(model_folder(args.model), EngineConfig(device=args.device, max_running=1))
     adapter = _register(engine, args)
     done = _stream(engine, prompt, params, adapter, quiet=args.json)
@@ -143,6 +145,8 @@ def _stream(
             print(news.text, end="" if news.completion is None else "\n", flush=True)
         done = news.completion
     assert done is not None, "the stream ended without a completion"
+    if engine.tokenizer is None and not quiet:
+        print(f"no tokenizer.json, so no text; token ids: {','.join(map(str, done.token_ids))}")
     return done
 
 

@@ -10,7 +10,7 @@ from slora_ref.adapter import AdapterHeader, read_header
 from slora_ref.checkpoint import check_checkpoint
 from slora_ref.cli.folders import model_folder
 from slora_ref.cli.output import Subparsers, print_json
-from slora_ref.config import TARGETS, ModelConfig
+from slora_ref.config import TARGETS, ModelConfig, RopeConfig
 from slora_ref.config.fields import read_json, show
 from slora_ref.errors import AdapterError, CheckpointError, TokenizerError
 from slora_ref.pager import AdapterShape, PageLayout
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         facts = _adapter_facts(folder, args.model)
     elif _has(folder, "config.json"):
         facts = _model_facts(folder)
-        facts["tokenizer"], refusal = _tokenizer(folder)
+        facts["tokenizer"], refusal = _tokenizer(folder, facts["vocabulary"])
     else:
         raise CheckpointError(f"{show(str(folder))} has neither config.json nor adapter_config.json")
     facts["weights"] = UNREAD
@@ -76,12 +76,14 @@ def _has(folder: Path, name: str) -> bool:
         raise CheckpointError(f"{show(str(folder))} cannot be read: {error.strerror or error}") from error
 
 
-def _tokenizer(folder: Path) -> tuple[str, TokenizerError | None]:
+def _tokenizer(folder: Path, vocabulary: int) -> tuple[str, TokenizerError | None]:
     """What the folder's tokenizer is, and why it would be refused."""
     if not _has(folder, "tokenizer.json"):
         return "none: prompts are token ids", None
     try:
-        return f"{Tokenizer.from_folder(folder).size:,} tokens", None
+        size = Tokenizer.from_folder(folder).size
+        misfit = f"; the model knows only {vocabulary:,}: prompts with others are refused" if size > vocabulary else ""
+        return f"{size:,} tokens{misfit}", None
     except TokenizerError as refusal:
         return f"refused: {refusal}", refusal
 
@@ -98,26 +100,31 @@ def _text(value: Any) -> str:
 def _model_facts(folder: Path) -> dict[str, Any]:
     """The facts of a checkpoint; raises as loading it would, but reads headers only."""
     config = ModelConfig.from_folder(folder)
-    parameters = check_checkpoint(folder, config)
+    parameters, dtypes = check_checkpoint(folder, config)
     layout = PageLayout(config)
     return {
         "kind": "checkpoint",
         "parameters": parameters,
-        "dtype": config.dtype,
+        "dtype": ", ".join(dtypes),
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "heads": f"{config.num_heads} query, {config.num_kv_heads} key-value, {config.head_dim} wide",
         "vocabulary": config.vocab_size,
         "longest_sequence": config.max_position_embeddings,
-        "rope": config.rope.kind,
+        "rope": _rope(config.rope),
         "tied_head": config.tie_word_embeddings,
         "end_tokens": list(config.eos_token_ids),
         "page": f"{layout.width} numbers in each of {layout.num_layers} layers, "
         f"{layout.page_bytes(ITEMSIZE):,} bytes in float32",
         "pages_per_token": layout.token_pages(1),
-        "has_tokenizer": (folder / "tokenizer.json").exists(),
     }
+
+
+def _rope(rope: RopeConfig) -> str:
+    """Kind and numbers of a rotary embedding."""
+    stretched = "" if rope.kind == "default" else f", factor {rope.factor:g} from {rope.original_positions:,} positions"
+    return f"{rope.kind}, theta {rope.theta:g}{stretched}"
 
 
 def _adapter_facts(folder: Path, model: str | None) -> dict[str, Any]:
@@ -159,7 +166,9 @@ def _base_folder(folder: Path) -> Path:
     named = read_json(folder / "adapter_config.json", AdapterError).get("base_model_name_or_path")
     if isinstance(named, str) and _is_model(named):
         return Path(named)
-    raise AdapterError(f"the adapter's base model, {show(named)}, is no folder here: name it with --model DIR")
+    raise AdapterError(
+        f"the adapter's base model, {show(named)}, is no folder here: name it with --model DIR, or --model toy"
+    )
 
 
 def _is_model(name: str) -> bool:

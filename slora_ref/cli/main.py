@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -37,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Seq[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     print_anywhere()
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        return _main(argv)
+
+
+def _main(argv: Seq[str] | None) -> int:
     name = "slora-ref"
     try:
         try:
@@ -59,6 +66,11 @@ def main(argv: Seq[str] | None = None) -> int:
         give_up_stdout()
         print(f"{name}: error: {_about(error)}", file=sys.stderr)
         return 2
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """One line, as for errors, without the place in our code."""
+    print(f"slora-ref: warning: {message}", file=sys.stderr)
 
 
 def _about(error: OSError) -> str:

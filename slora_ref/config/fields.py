@@ -29,10 +29,10 @@ def read_json(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) 
 
     Raises `error` when it is missing, not a regular file, larger than `limit` bytes, not JSON, or not an object.
     """
-    return parse_json(path, read_json_text(path, error, limit), error)
+    return parse_json(path, read_text(path, error, limit), error)
 
 
-def read_json_text(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) -> bytes:
+def read_text(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) -> bytes:
     """What stands in `path`, not parsed yet. Raises `error` when it is missing, not a regular file, or too large."""
     try:
         if not path.is_file():
@@ -42,7 +42,7 @@ def read_json_text(path: Path, error: type[SloraError], limit: int = MAX_JSON_BY
             raise error(f"{show(str(path))} is {size} bytes; the limit is {limit}")
         return path.read_bytes()
     except (OSError, ValueError) as cause:
-        raise error(f"{show(str(path))} cannot be read as JSON: {show(str(cause))}") from None
+        raise error(f"{show(str(path))} cannot be read: {show(str(cause))}") from None
 
 
 def parse_json(path: Path, text: bytes, error: type[SloraError]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ refused by name; training-time fields are not looked at. It deliberately does no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from slora_ref.config.fields import Fields, read_json, show
 from slora_ref.config.rope import RopeConfig, parse_rope
-from slora_ref.errors import CheckpointError, UnsupportedModel
+from slora_ref.errors import CheckpointError, CheckpointWarning, UnsupportedModel
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The seven projections that an adapter may change; the index in this tuple is the target's number everywhere."""
@@ -23,6 +24,8 @@ MODEL_TYPES = ("llama", "mistral")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "LlamaModel", "MistralModel")
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "per_layer_config": ({},),
     "quantization_config": ({},),
     "auto_map": ({},),
     "logits_scaling": (1,),
@@ -38,6 +41,25 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
 }
 """Fields that change the logits, with the values (beside null) at which they do not."""
+
+GREEDY_RULES: Mapping[str, tuple[object, ...]] = {
+    "repetition_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": ([],),
+    "exponential_decay_length_penalty": (),
+    "num_beams": (1,),
+    "guidance_scale": (1,),
+}
+"""Fields of generation_config.json that change greedy answers, with the values (beside null) at which they do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +115,24 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """The config of a checkpoint folder; generation_config.json, where present, names the end tokens.
+        """The config of a checkpoint folder; generation_config.json, where present, names begin and end tokens.
 
-        Raises CheckpointError when a file is missing or not JSON, UnsupportedModel as `from_dict`.
+        How tokens are chosen is each request's to say (SamplingParams): what generation_config.json says of it has no
+        effect, and a CheckpointWarning where even greedy answers would differ.
+
+        Raises CheckpointError when a file is missing or not JSON, UnsupportedModel as `from_dict`, and for a folder
+        that holds an adapter too: transformers would load both as one model.
         """
         folder = Path(path)
         values = read_json(folder / "config.json", CheckpointError)
+        if (folder / "adapter_config.json").exists():
+            raise UnsupportedModel(
+                f"{show(str(folder))} holds a model and an adapter, which transformers loads as one: move "
+                "adapter_config.json and the adapter's weights to a folder of their own and register that"
+            )
         if (folder / "generation_config.json").exists():
             generation = read_json(folder / "generation_config.json", CheckpointError)
+            _warn_of_rules(generation)
             for name in ("bos_token_id", "eos_token_id"):
                 if generation.get(name) not in (None, []):
                     values[name] = generation[name]
@@ -138,6 +170,16 @@ class ModelConfig:
             eos_token_ids=fields.token_ids("eos_token_id") if "eos_token_id" in values else (2,),
             dtype=_dtype(fields),
         )
+
+
+def _warn_of_rules(generation: Mapping[str, Any]) -> None:
+    """Warns of rules in generation_config.json by which transformers' greedy answer would be another."""
+    acting = [
+        name for name, idle in GREEDY_RULES.items() if generation.get(name) is not None and generation[name] not in idle
+    ]
+    if acting:
+        shown = ", ".join(f"{name} = {show(generation[name])}" for name in acting)
+        warnings.warn(f"generation_config.json: {shown} has no effect here", CheckpointWarning, stacklevel=3)
 
 
 def _model_type(fields: Fields) -> str:

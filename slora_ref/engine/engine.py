@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from slora_ref.config import EngineConfig, ModelConfig
+from slora_ref.config.fields import show
 from slora_ref.engine.build import build_parts, build_random_parts
 from slora_ref.engine.inputs import Prompt, make_request, one_for_each, seed_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.loop import EngineLoop
 from slora_ref.engine.outputs import Completion, RequestOutput
-from slora_ref.errors import RequestError
+from slora_ref.errors import AdapterWarning, RequestError
 from slora_ref.policy import Policy
 from slora_ref.request import BASE_MODEL, FinishReason, SamplingParams, Sequence
 from slora_ref.text import TextStream
@@ -57,10 +59,13 @@ class Engine(EngineLoop):
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Registers a PEFT folder under a name; its weights are read when first wanted.
 
+        Warns (AdapterWarning) of what in its config has no effect, and when modules that it names are not in its file.
+
         Raises:
             AdapterError, UnsupportedAdapter: nothing changed.
         """
         self.store.add(name, path)
+        self._warn(name)
 
     def replace_adapter(self, name: str, path: str | Path) -> int:
         """Gives a registered name another folder, or the same one with what is in it now.
@@ -72,8 +77,13 @@ class Engine(EngineLoop):
             UnknownAdapter: there is no such name. AdapterError, UnsupportedAdapter: nothing changed.
         """
         old = self.store.replace(name, path)
+        self._warn(name)
         self._forget_if_unused(old)
         return old.users
+
+    def _warn(self, name: str) -> None:
+        for note in self.store.lookup(name).header.warnings:
+            warnings.warn(f"adapter {show(name)}: {note}", AdapterWarning, stacklevel=3)
 
     def remove_adapter(self, name: str) -> int:
         """Takes the name away at once; requests that already use it end in peace, then its pages are freed.

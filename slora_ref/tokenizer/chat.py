@@ -13,21 +13,29 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slora_ref.config.fields import show
+from slora_ref.config.fields import read_text, show
 from slora_ref.errors import TokenizerError
 
 Message = Mapping[str, Any]
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template of chat_template.jinja, else of tokenizer_config.json (one text, or a list with a "default")."""
+    """The template of chat_template.jinja, else of tokenizer_config.json: a text, or several, one named "default".
+
+    Raises TokenizerError for a file that cannot be read as text.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return read_text(file, TokenizerError).decode("utf-8")
+        except UnicodeError as cause:
+            raise TokenizerError(f"{show(str(file))} is not UTF-8: {show(str(cause))}") from None
     value = settings.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        defaults = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
+        value = defaults[-1].get("template") if defaults else None
+    elif isinstance(value, dict):
+        value = value.get("default")
     return value if isinstance(value, str) else None
 
 
@@ -40,7 +48,6 @@ def render(template: str | None, messages: Sequence[Message], special: Mapping[s
     if template is None:
         raise TokenizerError("the model's folder has no chat template; send the prompt as plain text instead")
     try:
-        import jinja2
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
@@ -54,8 +61,10 @@ def render(template: str | None, messages: Sequence[Message], special: Mapping[s
         return program.render(
             messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as cause:
-        raise TokenizerError(f"the chat template cannot render these messages: {show(str(cause))}") from None
+    except TokenizerError:
+        raise
+    except Exception as cause:  # noqa: BLE001  a template is a stranger's program: whatever it does, it ends here
+        raise TokenizerError(f"the chat template cannot render these messages: {show(repr(cause))}") from None
 
 
 def _without_generation(template: str) -> str:

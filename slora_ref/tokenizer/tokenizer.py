@@ -2,9 +2,10 @@
 
 What is decided here: one begin token, never two, whoever wrote the first; special tokens in a prompt's text are the
 special tokens (as in transformers); ids that the tokenizer does not have decode to nothing, since a padded head may
-still name them; bytes that are no UTF-8 become one U+FFFD each and do not take their neighbours with them (the library
-turns a whole run of byte tokens into U+FFFD when one is wrong, so a text would change after it was shown). It knows no
-requests; streaming is in stream.py.
+still name them; tokenizer.json is the truth about normalising and splitting, also where transformers 5 rebuilds it
+from the name of the tokenizer's class (so as transformers 4 did it); bytes that are no UTF-8 become one U+FFFD each and
+do not take their neighbours with them (the library turns a whole run of byte tokens into U+FFFD when one is wrong, so a
+text would change after it was shown). It knows no requests; streaming is in stream.py.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Tokenizer:
         settings: dict[str, Any] = {}
         for file in SETTINGS:
             settings |= read_json(path / file, TokenizerError) if (path / file).is_file() else {}
-        return cls(library, _special_texts(settings), find_template(path, settings))
+        special = _special_texts(settings)
+        _add_tokens(library, settings, special)
+        return cls(library, special, find_template(path, settings))
 
     @property
     def size(self) -> int:
@@ -79,9 +82,14 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; those without a text, and with `skip_special` special tokens, are passed over."""
-        text = self._library.decode([i for i in ids if 0 <= i <= LARGEST_ID], skip_special_tokens=skip_special)
-        if self._byte_fallback and UNKNOWN in text:
-            return str(self._library.decoder.decode(_mend(self._tokens(ids, skip_special))))
+        try:
+            text = self._library.decode([i for i in ids if 0 <= i <= LARGEST_ID], skip_special_tokens=skip_special)
+            if self._byte_fallback and UNKNOWN in text:
+                text = self._library.decoder.decode(_mend(self._tokens(ids, skip_special)))
+        except BaseException as cause:
+            if type(cause).__name__ != "PanicException":  # Rust's, which is no Exception
+                raise
+            raise TokenizerError(f"the folder's decoder cannot decode {show(list(ids))}: {show(str(cause))}") from None
         return str(text)
 
     def open_bytes(self, ids: Sequence[int]) -> int:
@@ -139,11 +147,33 @@ class Tokenizer:
 def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the special tokens, which the files give as a text or as an object with `content`."""
     texts = {}
-    for name, value in settings.items():
+    more = settings.get("extra_special_tokens")
+    for name, value in (*settings.items(), *(more if isinstance(more, dict) else {}).items()):
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
             texts[name] = content
     return texts
+
+
+def _add_tokens(library: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Tokens of tokenizer_config.json that tokenizer.json lacks; and those with a name are special, as in transformers.
+
+    Raises TokenizerError when a token would get another id than the file says.
+    """
+    added = settings.get("added_tokens_decoder")
+    for text, value in sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: item[0].zfill(10)):
+        content = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(content, str) or library.token_to_id(content) is not None:
+            continue
+        options = {key: value.get(key) is True for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        library.add_tokens([tokenizers.AddedToken(content, **options)])
+        if str(library.token_to_id(content)) != text:
+            raise TokenizerError(
+                f"tokenizer_config.json gives {show(content)} the id {show(text)}; after those of tokenizer.json it "
+                f"would be {library.token_to_id(content)}"
+            )
+    known = [content for content in special.values() if library.token_to_id(content) is not None]
+    library.add_special_tokens(known)
 
 
 def _mend(tokens: Sequence[str]) -> list[str]:

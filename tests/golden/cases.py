@@ -230,6 +230,19 @@ MIXED = {
     if (layer + i) % 3
 }
 PATTERN = {"^model.layers.0.mlp.down_proj": 64}
+ROPES = {
+    f"{name}-{head_dim}": (head_dim, rope)
+    for head_dim in (48, 80, 128)
+    for name, rope in {
+        "default": RopeConfig("default", 5e5),
+        "small-theta": RopeConfig("default", 1e4),
+        "linear": RopeConfig("linear", 1e4, 3.0),
+        "llama3": RopeConfig("llama3", 5e5, 8.0, 8192),
+        "yarn": RopeConfig("yarn", 1e4, 5.0, 64),
+    }.items()
+}
+"""Name -> (head_dim, rope), for the bits of inv_freq."""
+
 FULL = [module_name(layer, target) for layer in range(2) for target in TARGETS]
 ADAPTER_CASES = (
     AdapterCase(
