@@ -16,18 +16,10 @@ After: say what an adapter costs in bytes and FLOPs, merged and on the fly, and 
 import numpy as np
 from show import Picture, attempt, source, table
 
-from slora_ref.config import TARGETS, ModelConfig
+from slora_ref.config import TARGETS
+from slora_ref.config.presets import preset
 
-llama_7b = ModelConfig(
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    max_position_embeddings=4096,
-)
+llama_7b = preset("llama-7b")
 HALF = 2  # bytes of a float16
 ATTENTION = TARGETS[:4]
 
@@ -102,6 +94,7 @@ source(NumpyOps.lora_expand)
 from slora_ref import Engine, SamplingParams
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.checkpoint import load_checkpoint
+from slora_ref.config import ModelConfig
 from slora_ref.reference import Reference
 from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER
 

@@ -133,14 +133,14 @@ table(["pages in the pool", "pages allocated", "us"], rows)
 # every layer.
 
 # %%
+from dataclasses import replace
+
 from slora_ref.config import TARGETS, ModelConfig
+from slora_ref.config.presets import preset
 from slora_ref.pager import PageLayout
 
-shared = {"intermediate_size": 11008, "num_layers": 32, "num_heads": 32, "head_dim": 128, "hidden_size": 4096}
-models = {
-    "32 key heads (Llama-7B)": ModelConfig(vocab_size=32000, num_kv_heads=32, max_position_embeddings=4096, **shared),
-    "8 key heads": ModelConfig(vocab_size=32000, num_kv_heads=8, max_position_embeddings=4096, **shared),
-}
+llama_7b = preset("llama-7b")
+models = {"32 key heads (Llama-7B)": llama_7b, "8 key heads": replace(llama_7b, num_kv_heads=8)}
 rows = []
 for name, config in models.items():
     layout = PageLayout(config)

@@ -32,21 +32,11 @@ print(f"pages: {sum(ranks)} columns used, {len(ranks)} of {len(ranks)} adapters 
 # %%
 import numpy as np
 
-from slora_ref.config import TARGETS, ModelConfig
+from slora_ref.config import TARGETS
+from slora_ref.config.presets import preset
 from slora_ref.pager import PageLayout
 
-layout = PageLayout(
-    ModelConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        max_position_embeddings=4096,
-    )
-)
+layout = PageLayout(preset("llama-7b"))
 
 
 def pages(rank):
