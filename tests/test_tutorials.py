@@ -32,13 +32,13 @@ def test_the_table_of_chapters_is_up_to_date() -> None:
     assert render.INDEX.read_text(encoding="utf-8") == render.index()
 
 
-def test_each_chapter_has_a_picture_an_exercise_that_is_solved_and_facts() -> None:
+def test_each_chapter_has_a_picture_facts_and_an_exercise_whose_check_tells_a_mistake_from_a_solution() -> None:
     assert len(CHAPTERS) > 0
     for path in CHAPTERS:
         source, page = path.read_text(encoding="utf-8"), path.with_suffix(".md").read_text(encoding="utf-8")
         assert render.about(path).keys() >= {"Title", "Minutes", "Paper", "After"}, path
         assert "](figures/" in page and "# %% solution" in source, path
-        assert ": not written yet" in page and ": passed" in page, path
+        assert ": not written yet" in page and ": refused, " in page and ": passed" in page, path
 
 
 def anchors(text: str) -> set[str]:
@@ -176,3 +176,16 @@ def test_an_attempt_tells_unwritten_from_wrong(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "unwritten: not written yet\n"
     with pytest.raises(AssertionError):
         show.attempt(check, lambda: 2)
+
+
+def test_a_check_that_accepts_a_mistake_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(candidate: object) -> None:
+        assert candidate() == 1, "not 1"  # type: ignore[operator]
+
+    def wrong() -> int:
+        return 2
+
+    show.refused(check, wrong)
+    assert capsys.readouterr().out == "wrong: refused, not 1\n"
+    with pytest.raises(AssertionError, match="accepts"):
+        show.refused(check, lambda: 1)

@@ -20,7 +20,7 @@ After: say which file does what to a request, from its text to its answer.
 import math
 
 from safetensors import safe_open
-from show import Picture, attempt, source
+from show import Picture, attempt, refused, source
 
 from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER, TASKS
 
@@ -255,6 +255,14 @@ def check_smallest_pool(candidate):
 
 store_pages = {"upper-case": version.pages, "reverse-word": store.add("back", ADAPTERS_FOLDER / "reverse-word").pages}
 attempt(check_smallest_pool, smallest_pool)
+
+# %% mistake
+def counts_the_last_token(adapter_pages, prompt_tokens, max_tokens):
+    """Two pages for every token."""
+    return adapter_pages + 2 * (prompt_tokens + max_tokens)
+
+
+refused(check_smallest_pool, counts_the_last_token)
 
 # %% solution
 def solved(adapter_pages, prompt_tokens, max_tokens):

@@ -14,7 +14,7 @@ After: say what an adapter costs in bytes and FLOPs, merged and on the fly, and 
 
 # %%
 import numpy as np
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 from slora_ref.config import TARGETS
 from slora_ref.config.presets import preset
@@ -221,6 +221,19 @@ def check_forward(candidate):
 
 
 attempt(check_forward, forward)
+
+# %% mistake
+def row_by_row(x, W, adapters, which):
+    """Right, and slow: W is read for each row."""
+    y = np.concatenate([x[i : i + 1] @ W for i in range(len(x))])
+    for i, number in enumerate(which):
+        if number >= 0:
+            a, b, s = adapters[number]
+            y[i] += s * (x[i : i + 1] @ a @ b)[0]
+    return y
+
+
+refused(check_forward, row_by_row)
 
 # %% solution
 def solved(x, W, adapters, which):

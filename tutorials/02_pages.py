@@ -17,7 +17,7 @@ After: say why memory fragments, how one free list ends that, and what one pool 
 # sequence of six does not fit:
 
 # %%
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 
 class Contiguous:
@@ -268,6 +268,16 @@ def check_gather(candidate):
 
 
 attempt(check_gather, gather)
+
+# %% mistake
+def without_the_table(pages, table, start, rank, d_in):
+    """As if the pages lay side by side."""
+    pieces = -(-d_in // pages.width)
+    columns = [[pages[start + j * pieces + piece] for piece in range(pieces)] for j in range(rank)]
+    return np.stack([np.concatenate(parts)[:d_in] for parts in columns], axis=1)
+
+
+refused(check_gather, without_the_table)
 
 # %% solution
 def solved(pages, table, start, rank, d_in):

@@ -12,7 +12,7 @@ After: say what a row of a step may see, find its keys in scattered pages, and a
 # triangle and a line:
 
 # %%
-from show import Picture, attempt, excerpt, source, table
+from show import Picture, attempt, excerpt, refused, source, table
 
 prompt, answer = 200, 100
 again = sum(range(prompt, prompt + answer))
@@ -254,6 +254,18 @@ def check_attend_in_chunks(candidate):
 
 
 attempt(check_attend_in_chunks, attend_in_chunks)
+
+# %% mistake
+def not_relative(query, chunks):
+    """Exponentials of the scores themselves."""
+    total, mixed = 0.0, np.zeros(len(query))
+    for keys, values in chunks:
+        weights = np.exp(keys @ query / np.sqrt(len(query)))
+        total, mixed = total + weights.sum(), mixed + weights @ values
+    return mixed / total
+
+
+refused(check_attend_in_chunks, not_relative)
 
 # %% solution
 def solved(query, chunks):

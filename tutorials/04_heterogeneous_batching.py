@@ -16,7 +16,7 @@ After: say what padding and copying cost, read the kernel ladder, and tell what 
 import json
 
 import numpy as np
-from show import ROOT, Picture, attempt, excerpt, source, table
+from show import ROOT, Picture, attempt, excerpt, refused, source, table
 
 hidden, half = 4096, 2  # a projection of Llama-7B, in float16
 rows = []
@@ -387,6 +387,28 @@ def check_shared_sum(candidate):
 
 
 attempt(check_shared_sum, shared_sum)
+
+# %% mistake
+def leaves_early():
+    """A thread without a column goes home before the barrier, as it may in rung 2."""
+    return """
+    if (j >= adapter.rank) return;
+    float sum = 0;
+    for (int i = first + lane; i < end; i += 32) {
+        long long page = page_table[adapter.a + j * pieces + i / width];
+        sum += to_float(from[i]) * to_float(pages[page * page_stride + i % width]);
+    }
+    parts[threadIdx.x] = sum;
+    __syncthreads();  // all sums are written before one lane of each warp adds them
+    if (lane > 0) return;
+    float total = 0;
+    for (int k = 0; k < 32; k++) total += parts[threadIdx.x + k];
+    *to = total;
+}
+"""
+
+
+refused(check_shared_sum, leaves_early)
 
 # %% solution
 def solved():

@@ -20,7 +20,7 @@ After: explain iteration-level scheduling, chunked prefill and preemption, and c
 # %%
 import numpy as np
 from bare import Recorder, bare_engine, serve
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 from slora_ref.policy import FCFS, Ordering
 from slora_ref.workload import Arrival
@@ -247,6 +247,14 @@ def check_most_held(candidate):
 
 
 attempt(check_most_held, most_held)
+
+# %% mistake
+def all_at_once(sequences):
+    """As if all reached their full length at the same time."""
+    return sum(now - 1 + left for now, left in sequences)
+
+
+refused(check_most_held, all_at_once)
 
 # %% solution
 def solved(sequences):

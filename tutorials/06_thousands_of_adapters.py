@@ -12,7 +12,7 @@ After: say where two thousand adapters lie, how a load hides behind steps, and w
 # decode step that reads 13.5 GB of weights at 2 TB/s:
 
 # %%
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 layers, hidden, half, link, memory = 32, 4096, 2, 25e9, 2e12
 step_ms = 1e3 * 13.5e9 / memory
@@ -211,6 +211,14 @@ def check_fewest_loads(candidate):
 
 
 attempt(check_fewest_loads, fewest_loads)
+
+# %% mistake
+def least_recently_used(uses, places):
+    """A good rule for those who do not know the future."""
+    return lru_loads(uses, places)
+
+
+refused(check_fewest_loads, least_recently_used)
 
 # %% solution
 def solved(uses, places):

@@ -16,7 +16,7 @@ After: choose a policy for a promise, prove why the newest come first under over
 # within 3 seconds. After ten seconds, how many were in time?
 
 # %%
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 
 def in_time(newest_first):
@@ -260,6 +260,14 @@ def check_plan(candidate):
 
 
 attempt(check_plan, plan)
+
+# %% mistake
+def newest_first(arrivals, times):
+    """The right requests, in the wrong order."""
+    return list(zip(times, sorted(arrivals, reverse=True)[: len(times)], strict=True))
+
+
+refused(check_plan, newest_first)
 
 # %% solution
 def solved(arrivals, times):

@@ -19,7 +19,7 @@ After: say what production systems kept of S-LoRA, what they changed, and what a
 # adapter of rank 1 has to wait; with pages it takes one more.
 
 # %%
-from show import Picture, attempt, source, table
+from show import Picture, attempt, refused, source, table
 
 ranks, slots, largest = [1, 4, 1], 2, 4
 print(f"slots: {slots * largest} columns reserved, {min(slots, len(ranks))} of {len(ranks)} adapters in the batch")
@@ -241,6 +241,15 @@ def check_block_keys(candidate):
 
 
 attempt(check_block_keys, block_keys)
+
+# %% mistake
+def text_alone(tokens, adapter_id, block):
+    """The key looks at the text, and at all of it, for each block."""
+    ends = range(block, len(tokens) + 1, block)
+    return [str(hash(tuple(tokens[:end]))).encode() for end in ends]
+
+
+refused(check_block_keys, text_alone)
 
 # %% solution
 import hashlib

@@ -4,9 +4,9 @@
 
 A cell begins with `# %%`. `[markdown]` cells are text in comments. What a code cell prints, and the value of its last
 expression, are shown below it. A word after `# %%` says what is shown: `listing` the output and the imports alone,
-`picture` the output with the code folded, `solution` all of it folded. Every cell is run, in order. --check writes
-nothing; it fails where a page differs from the committed one: text, integers, other numbers in their first 3 digits,
-data behind pictures.
+`picture` the output with the code folded, `mistake` and `solution` all of it folded. Every cell is run, in order.
+--check writes nothing; it fails where a page differs from the committed one: text, integers, other numbers in their
+first 3 digits, data behind pictures.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 INDEX, BEGIN, END = FOLDER / "README.md", "<!-- begin chapters -->\n", "<!-- end chapters -->"
+FOLDED = {"mistake": "A mistake, and what the check says of it", "solution": "A solution"}
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -89,10 +90,10 @@ def shown(kind: str, code: str, output: str) -> str:
         return "\n".join(["```python", *imports, "```", "", ""] if imports else []) + output
     if kind == "picture":
         return f"{output}<details><summary>The code of the picture</summary>\n\n{block}</details>\n\n"
-    if kind == "solution":
-        return f"<details><summary>A solution</summary>\n\n{block}{output}</details>\n\n"
+    if kind in FOLDED:
+        return f"<details><summary>{FOLDED[kind]}</summary>\n\n{block}{output}</details>\n\n"
     if kind:
-        raise ValueError(f"# %% {kind}: only [markdown], listing, picture and solution are known")
+        raise ValueError(f"# %% {kind}: only [markdown], listing, picture, {' and '.join(FOLDED)} are known")
     return block + output
 
 

@@ -66,6 +66,16 @@ def attempt(check: Callable[[Any], None], candidate: Any) -> None:
         print(f"{candidate.__name__}: passed")
 
 
+def refused(check: Callable[[Any], None], mistake: Any) -> None:
+    """Shows what a check says of a plausible mistake; a check that accepts it is a fault of the chapter."""
+    try:
+        check(mistake)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is shown
+        print(f"{mistake.__name__}: refused, {error}")
+    else:
+        raise AssertionError(f"the check accepts {mistake.__name__}")
+
+
 @dataclass(frozen=True)
 class Picture:
     """A matplotlib figure under a name, drawn to the same bytes each time.
