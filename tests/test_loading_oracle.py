@@ -7,6 +7,7 @@ of matching that nobody thought of shows. Each side may refuse what the other re
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import TARGETS, config_json, tiny_config, write_adapter_folder
 
+import slora_ref
 from slora_ref.adapter import AdapterHeader, load_adapter, read_header
 from slora_ref.config import ModelConfig
 from slora_ref.errors import SloraError
@@ -29,6 +31,24 @@ often = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 def fields(**choices: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Objects that have some of the fields, each with one of its choices."""
     return st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in choices.items()})
+
+
+IDLE = set(
+    "transformers_version output_hidden_states return_dict chunk_size_feed_forward id2label label2id problem_type "
+    "initializer_range use_cache pad_token_id pretraining_tp attention_dropout".split()
+)
+"""Fields of transformers' configs that steer training, the shape of its answers, or nothing."""
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig"])
+def test_every_field_that_transformers_has_is_read_refused_or_known_to_be_idle(name: str) -> None:
+    """A field that a newer transformers adds may change the logits, and would be passed over in silence."""
+    import transformers
+
+    package = Path(slora_ref.__file__).parent / "config"
+    source = "".join((package / file).read_text(encoding="utf-8") for file in ("model.py", "rope.py"))
+    there = {field.name for field in dataclasses.fields(getattr(transformers, name))}
+    assert not {field for field in there - IDLE if f'"{field}"' not in source}
 
 
 KINDS = ["default", "linear", "yarn", "llama3"]
@@ -182,8 +202,8 @@ def test_the_folders_of_these_tests_are_read_by_both(tmp_path: Path, base: Any) 
     from peft import PeftModel
     from transformers import AutoConfig
 
-    write_adapter_folder(tmp_path, tiny_config(), 8)
-    assert read_header(tmp_path, tiny_config()).matched == 14
-    assert PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))
+    adapter = write_adapter_folder(tmp_path / "adapter", tiny_config(), 8)
+    assert read_header(adapter, tiny_config()).matched == 14
+    assert PeftModel.from_pretrained(copy.deepcopy(base), str(adapter))
     (tmp_path / "config.json").write_text(json.dumps(config_json(tiny_config())))
     assert AutoConfig.from_pretrained(tmp_path).head_dim == ModelConfig.from_folder(tmp_path).head_dim
