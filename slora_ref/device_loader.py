@@ -13,9 +13,35 @@ from slora_ref.errors import LoadFailed
 from slora_ref.ops import KernelOps
 from slora_ref.ops.device_tables import DeviceTables
 from slora_ref.ops.kernel_backend import Ticket
-from slora_ref.pager import PagePool
+from slora_ref.pager import PagePool, PageStorage
 from slora_ref.shapes import Array, Float
 from slora_ref.store import AdapterStore
+
+
+class PageWriter:
+    """Brings adapters into the pages and tables of a device.
+
+    Args:
+        pool: whose pages they are; its own tables name them.
+        ops: the backend of the pool's storage.
+        tables: the pool's, on the device.
+    """
+
+    def __init__(self, pool: PageStorage, ops: KernelOps, tables: DeviceTables) -> None:
+        self._pool, self._ops, self._tables = pool, ops, tables
+
+    def make_room(self, slot: int) -> None:
+        """Makes the tables fit the adapter that is to come; also if then it does not."""
+        self._tables.make_room(self._pool.adapters, slot)
+
+    def start(self, slot: int, image: Float[Array, "layers pages width"]) -> tuple[Ticket, Array]:
+        """Starts the copy of an image that is in host memory; gives back what is read until the ticket is done."""
+        with self._ops.beside() as ticket:
+            self._tables.enter_adapter(self._pool.adapters, slot)
+            page_ids = self._tables.adapters.pages[slot, : image.shape[1]]
+            staged = self._ops.readable(image)
+            self._ops.load_pages(self._pool.storage, staged, page_ids)
+        return ticket, staged
 
 
 class DeviceLoader:
@@ -23,21 +49,19 @@ class DeviceLoader:
 
     Args:
         pool, store: where adapters go and where they come from.
-        ops: the backend of the pool's storage.
-        tables: the pool's, on the device.
+        writer: brings them there.
         at_once: each load has ended when it has been started, so that a run can be repeated exactly.
     """
 
-    def __init__(
-        self, pool: PagePool, store: AdapterStore, ops: KernelOps, tables: DeviceTables, at_once: bool = False
-    ) -> None:
-        self._pool, self._store, self._ops, self._tables, self._at_once = pool, store, ops, tables, at_once
+    def __init__(self, pool: PagePool, store: AdapterStore, writer: PageWriter, at_once: bool = False) -> None:
+        self._pool, self._store, self._writer, self._at_once = pool, store, writer, at_once
         self._under_way: OrderedDict[int, tuple[Ticket, Array]] = OrderedDict()  # with the image that is being read
         self._failed: list[tuple[int, LoadFailed]] = []
         self.seconds = 0.0
 
     def start(self, adapter_id: int) -> None:
         """Starts the launch, and the copy of the adapter's entries in the tables."""
+        self._writer.make_room(self._pool.adapter_slot(adapter_id))  # with shards, all must, whatever comes of it
         try:
             self.copy(adapter_id, self._store.image(adapter_id))
         except LoadFailed as error:
@@ -45,16 +69,11 @@ class DeviceLoader:
 
     def copy(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
         """Starts the copy of an image that is in host memory."""
-        slot, tables = self._pool.adapter_slot(adapter_id), self._pool.adapters
-        self._tables.make_room(tables, slot)
-        with self._ops.beside() as ticket:
-            self._tables.enter_adapter(tables, slot)
-            page_ids = self._tables.adapters.pages[slot, : image.shape[1]]
-            staged = self._ops.readable(image)
-            self._ops.load_pages(self._pool.storage, staged, page_ids)
-        self._under_way[adapter_id] = ticket, staged
+        slot = self._pool.adapter_slot(adapter_id)
+        self._writer.make_room(slot)
+        self._under_way[adapter_id] = self._writer.start(slot, image)
         if self._at_once:
-            ticket.wait()
+            self._under_way[adapter_id][0].wait()
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
         """The loads whose events have passed since the last call, and those that failed."""

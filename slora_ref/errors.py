@@ -74,3 +74,7 @@ class KernelsNotFound(SloraError):
 
 class KernelError(SloraError):
     """A kernel cannot be compiled or launched: no compiler, or an argument of other dtype, shape, layout or device."""
+
+
+class ShardLost(SloraError):
+    """A tensor-parallel worker has died or failed: the group has ended, and nothing more can be computed with it."""

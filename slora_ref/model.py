@@ -1,49 +1,73 @@
 """LlamaModel: the forward pass over one batch, y = xW + s (xA) B at every target (paper section 4.1).
 
 The base product and the adapter's are computed side by side, never merged, so rows of many adapters share one batch.
-Keys, values, A and B are read from the pool's pages. It knows batches and pages, but no requests and no sampling.
+Keys, values, A and B are read from the pool's pages. With tensor parallelism (section 6, figure 4) each shard runs this
+on its part of the weights and of every page, and the calls of the communicator are all that the shards ever exchange;
+a model that is not split exchanges nothing. It knows batches and pages, but no requests and no sampling.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
 
 from slora_ref.batch import Batch
 from slora_ref.checkpoint import LayerWeights, ModelWeights
 from slora_ref.config import ModelConfig
 from slora_ref.ops import Ops
 from slora_ref.ops.tables import DOWN, GATE_UP, QKV, LoraGroup, O
-from slora_ref.pager import PagePool
+from slora_ref.pager import PageStorage
 from slora_ref.rope import rope_table
 from slora_ref.shapes import Array, Float, Int
+from slora_ref.tp import local_config
+from slora_ref.tp.communicator import Alone, Communicator
+from slora_ref.tp.split import hidden_slice, vocab_rows
 
 
 class LlamaModel:
     """A base model whose rows may each have an adapter.
 
     Args:
-        config, weights: of the base model.
+        config: of the base model, the whole of it.
+        weights: of the base model, or of the communicator's shard of it.
         ops: the backend that computes.
         pool: keys, values and adapters.
         max_positions: the longest sequence, in tokens.
+        communicator: of this shard; None: the model is not split.
+
+    Raises:
+        ConfigError: the model cannot be split over so many shards.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, pool: PagePool, max_positions: int
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        pool: PageStorage,
+        max_positions: int,
+        communicator: Communicator | None = None,
     ) -> None:
-        self.config, self.weights, self.ops, self.pool = config, weights, ops, pool
+        self.communicator = communicator or Alone()
+        self.config = local_config(config, self.communicator.shard.count)
+        self.weights, self.ops, self.pool = weights, ops, pool
+        self._own, _ = hidden_slice(config.hidden_size, self.communicator.shard)
         self._cos, self._sin = (ops.angle_table(table) for table in rope_table(config, max_positions))
 
     def forward(self, batch: Batch) -> Float[Array, "logits vocab"]:
         """Runs one step: stores the rows' keys and values, returns the logits of `batch.logit_rows`."""
-        return self.logits(self.hidden(batch), batch.logit_rows)
+        own = replace(batch, token_ids=self.own_tokens(batch.token_ids))
+        return self.logits(self.hidden(own), batch.logit_rows)
 
     def hidden(self, batch: Batch) -> Float[Array, "rows hidden"]:
         """The rows after the last layer and its norm; their keys and values are stored.
 
-        About 2 FLOPs a row for each weight; memory traffic is the weights once, plus each adapter and each context
-        once.
+        The batch's tokens are those of own_tokens. About 2 FLOPs a row for each weight; memory traffic is the weights
+        once, plus each adapter and each context once.
         """
         ops, layers, eps = self.ops, self.weights.layers, self.config.rms_norm_eps
-        x = ops.embed(self.weights.embed, batch.token_ids)
+        x = self.communicator.all_reduce(ops.embed(self.weights.embed, batch.token_ids))
         normed = ops.rms_norm(x, layers[0].input_norm, eps)
         next_norms = (*(weights.input_norm for weights in layers[1:]), self.weights.norm)
         for layer, (weights, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
@@ -55,20 +79,29 @@ class LlamaModel:
         self, hidden: Float[Array, "rows hidden"], wanted: Int[Array, " logits"]
     ) -> Float[Array, "logits vocab"]:
         """The logits of the rows that are wanted, in float32 or better."""
-        logits = self.ops.head(self.ops.embed(hidden, wanted), self.weights.lm_head)
+        part = self.ops.head(self.ops.embed(hidden, wanted), self.weights.lm_head)
+        logits = self.ops.join_columns(self.communicator.all_gather(part))
         return logits[:, : self.config.vocab_size]  # rows of padding are no tokens
+
+    def own_tokens(self, token_ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        """The row of this shard's embedding for each token; of another shard's tokens the last, which is zeros."""
+        shard, rows = self.communicator.shard, len(self.weights.embed)
+        if shard.count == 1:
+            return token_ids
+        own = vocab_rows(self.config.vocab_size, shard)
+        return np.where((token_ids >= own.start) & (token_ids < own.stop), token_ids - own.start, rows - 1)
 
     def _attention(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
     ) -> Float[Array, "rows hidden"]:
         config, ops, pages = self.config, self.ops, self.pool.storage[layer]
-        qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
+        qkv = ops.linear(x, weights.qkv, weights.qkv_bias)  # this shard's heads
         self._add_lora(qkv, x, batch, layer, QKV, (config.q_width, config.kv_width, config.kv_width))
         q = ops.rope_store(qkv, pages, self._cos, self._sin, batch.positions, batch.k_pages, batch.v_pages)
         mixed = ops.attention(q, pages, self.pool.sequence_pages, batch.spans)
-        out = ops.linear(mixed, weights.o, weights.o_bias)
-        self._add_lora(out, mixed, batch, layer, O, (config.hidden_size,))
-        return out
+        out = ops.linear(mixed, weights.o, weights.o_bias)  # a part of the sum over all heads
+        self._add_lora(out[:, self._own], mixed, batch, layer, O, (self._own.stop - self._own.start,))
+        return self.communicator.all_reduce(out)
 
     def _feed_forward(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
@@ -78,8 +111,8 @@ class LlamaModel:
         self._add_lora(gate_up, x, batch, layer, GATE_UP, (ffn, ffn))
         inner = ops.silu_mul(gate_up)
         out = ops.linear(inner, weights.down, weights.down_bias)
-        self._add_lora(out, inner, batch, layer, DOWN, (self.config.hidden_size,))
-        return out
+        self._add_lora(out[:, self._own], inner, batch, layer, DOWN, (self._own.stop - self._own.start,))
+        return self.communicator.all_reduce(out)
 
     def _add_lora(
         self,
@@ -90,7 +123,14 @@ class LlamaModel:
         group: LoraGroup,
         d_outs: tuple[int, ...],
     ) -> None:
-        """y += s (xA) B for the targets of a group, in place."""
+        """y += s (xA) B for the targets of a group, in place. Of o and down, y is this shard's columns of the sum."""
         tables, pages = self.pool.adapters, self.pool.storage[layer]
-        t = self.ops.lora_shrink(x, pages, tables, batch.segments, group, layer)
+        t = self._from_all_shards(self.ops.lora_shrink(x, pages, tables, batch.segments, group, layer), batch, group)
         self.ops.lora_expand(y, t, pages, tables, batch.segments, group, layer, d_outs)
+
+    def _from_all_shards(self, t: Float[Array, " ..."], batch: Batch, group: LoraGroup) -> Float[Array, " ..."]:
+        """xA, of which each shard has computed a part of the sum (o, down), or else some of the columns."""
+        if group in (O, DOWN):
+            return self.communicator.all_reduce(t, "lora")
+        parts = self.communicator.all_gather(t, "lora")
+        return self.ops.join_ranks(parts, self.pool.adapters, batch.segments, group)

@@ -31,6 +31,12 @@ class Sampling:
     positions: tuple[int, ...]
 
 
+def likeliest(samples: int) -> Sampling:
+    """So many rows, none of them drawn."""
+    zeros = np.zeros(samples)
+    return Sampling(zeros, np.zeros(samples, np.int64), zeros + 1, zeros, (0,) * samples, (0,) * samples)
+
+
 def sample(
     logits: Float[Array, "samples vocab"], how: Sampling
 ) -> tuple[Int[Array, " samples"], Bool[Array, " samples"]]:

@@ -234,6 +234,25 @@ def lookup_case(dtype: str, seed: int, layers: int, adapters: int, entries: int)
     return Case("lora_lookup", dtype, arguments, {"wrong": np.zeros(lora.shape)}, wrong)
 
 
+def join_case(dtype: str, seed: int, shards: int, splits: int, rows: int, targets: int) -> Case:
+    """A case of lora_join: ranks that do not divide, of an adapter that may lack a target, and rows of the base."""
+    rng = np.random.default_rng(seed)
+    first = int(rng.integers(0, 8 - targets))
+    columns = rng.integers(0, 9, (5, 7)).astype(np.int32)
+    slots = rng.integers(-1, 5, rows).astype(np.int32)
+    part_columns, t_columns = 8, 8 * shards + int(rng.integers(0, 5))
+    parts = normal(rng, shards, splits, rows, targets, part_columns).astype(np.float32)
+    t = np.full((splits, rows, targets, t_columns), np.float32(-9))
+    want = t.copy()
+    for row, target in np.ndindex(rows, targets):
+        each = columns[slots[row], first + target] if slots[row] >= 0 else 0
+        for shard in range(shards):
+            want[:, row, target, shard * each : (shard + 1) * each] = parts[shard, :, row, target, :each]
+    arguments = lora_arguments.lora_join(t, parts, slots, columns, first)
+    wrong: Callable[[dict[str, Any]], dict[str, np.ndarray]] = lambda after: {"wrong": after["t"] != want}  # noqa: E731
+    return Case("lora_join", dtype, arguments, {"wrong": np.zeros(t.shape)}, wrong)
+
+
 # --- attention ---
 
 

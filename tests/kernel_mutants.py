@@ -12,6 +12,13 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (slot < 0) {", "if (slot < -1) {"),
         ("slot * table + b_start", "b_start"),
     ],
+    "lora_join_1_naive": [
+        ("if (i >= targets * t_columns) return;", ""),
+        ("if (j >= shards * each) return;", "if (j > shards * each) return;"),
+        ("slot < 0 ? 0 :", "slot < 0 ? 1 :"),
+        ("+ first + target", "+ target"),
+        ("+ j % each", "+ j"),
+    ],
     "mbgmv_shrink_1_naive": [
         ("adapter.rank; j +=", "adapter.rank - 1; j +="),
         ("min(first + part, d_in)", "first + part"),

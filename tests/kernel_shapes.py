@@ -66,6 +66,9 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         return built(cases.lora_case, dtype, operation=st.just(operation), shape=lora_shapes())
     contexts = st.lists(st.one_of(st.just(-1), CONTEXTS), min_size=1, max_size=4)
     table = {
+        "lora_join": lambda: built(
+            cases.join_case, dtype, shards=small, splits=small, rows=st.integers(1, 9), targets=st.integers(1, 3)
+        ),
         "lora_lookup": lambda: built(
             cases.lookup_case, dtype, layers=small, adapters=small, entries=st.integers(1, 40)
         ),
@@ -122,6 +125,7 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
     if operation.startswith("mbgm"):
         return [cases.lora_case(operation, dtype, 1, shape) for shape in (SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA)]
     table: dict[str, Callable[[], list[Case]]] = {
+        "lora_join": lambda: [cases.join_case(dtype, 1, 3, 2, 7, 3), cases.join_case(dtype, 2, 2, 1, 40, 1)],
         "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],
         "paged_attention_decode": lambda: [
             cases.decode_case(dtype, 1, 2, 2, 20, (150, -1, 0, 1, 300), 1, 3),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,14 @@ def test_the_floors_are_those_that_the_peers_were_compared_with(batch: int, adap
     assert case.floor_ms(800.0) == pytest.approx(floor, abs=0.1)
 
 
+def test_shards_divide_the_bytes_and_pay_for_the_sums() -> None:
+    one, two = (DecodeCase(preset("llama-13b"), 64, 64, AdapterKind(), 192, shards).floors(800.0) for shards in (1, 2))
+    for part in ("gemm", "lora", "attention"):
+        assert two[part].bytes_ms == one[part].bytes_ms / 2 and two[part].flops_ms == one[part].flops_ms / 2
+    assert one["communication"].bytes_ms == 0.0
+    assert two["communication"].bytes_ms == pytest.approx(1e3 * 81 * 64 * 5120 * 2 / 4.5e11)
+
+
 def test_each_model_has_the_parameters_of_its_name() -> None:
     for name, config in PRESETS.items():
         billions = float(name.removeprefix("llama-").removesuffix("b"))
@@ -52,7 +62,7 @@ def test_cases_are_all_batches_with_all_adapters_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batches": ()}, {"batches": (0,)}, {"adapters": (-1,)}, {"output": 1}, {"model": "gpt"}]
+    "wrong", [{"batches": ()}, {"batches": (0,)}, {"adapters": (-1,)}, {"output": 1}, {"model": "gpt"}, {"shards": 3}]
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -101,12 +111,13 @@ class Replayed:
         return float(len(self.parts))
 
 
-def test_a_case_is_served_and_its_parts_are_timed(tmp_path: Path) -> None:
+def test_a_case_is_served_and_its_parts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "slora_ref.ops.cuda_graph", SimpleNamespace(CudaGraph=Replayed))
     engine = new_engine(on="host", poison=False)
     for name, path in enumerate(write_adapters(tmp_path, CONFIG, AdapterKind(), 2, seed=0)):
         engine.add_adapter(str(name), path)
     options = replace(DecodeOptions(), batches=(3,), prompt=6, output=6)
-    row = measure(engine, DecodeCase(CONFIG, 3, 2, AdapterKind(), 9), options, 1.0, Replayed)
+    row = measure(engine, DecodeCase(CONFIG, 3, 2, AdapterKind(), 9), options, 1.0)
     assert Replayed.parts == [{"gemm"}, {"lora"}, {"attention"}, {"gemm", "lora", "attention", "rest"}]
     assert (row["gemm_ms"], row["lora_ms"], row["attention_ms"], row["kernels_ms"]) == (1, 2, 3, 4)
     assert row["step_ms"] == pytest.approx(6 + row["rest_ms"])

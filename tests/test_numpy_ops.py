@@ -170,6 +170,7 @@ def lay_out(
         for target in set(range(len(TARGETS))) - set(group.targets):  # other groups' business
             tables.page_rank[slot, target] = 200
             tables.rank[slot, :, target] = 200
+        tables.a_page_rank[slot], tables.a_rank[slot] = tables.page_rank[slot], tables.rank[slot]
     return pages, tables
 
 

@@ -118,7 +118,8 @@ print("segments  ", [(int(a), int(s), int(n)) for a, s, n in zip(*vars(batch.seg
 # %% [markdown]
 # ### Step 6: the model runs (`model.py`, `ops/`, `rope.py`)
 # The base product is one matrix product for all rows. Beside it, `_add_lora` adds each row's own adapter, read from
-# the pool's pages. Keys and values are read from the same pages.
+# the pool's pages. Keys and values are read from the same pages. (`communicator` and `_own` are for a model that is
+# split over several workers; this one is whole, and then they do nothing.)
 
 # %% listing
 from slora_ref.model import LlamaModel

@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_ref.checkpoint.files import TensorFiles
+from slora_ref.checkpoint.shard import cut_head, cut_layer, cut_vocabulary, tied_head
 from slora_ref.checkpoint.tensors import float_dtype
 from slora_ref.checkpoint.weights import LayerWeights, ModelWeights
 from slora_ref.config import TARGETS, ModelConfig
 from slora_ref.config.fields import show
 from slora_ref.errors import CheckpointError, UnsupportedModel
 from slora_ref.shapes import Array
+from slora_ref.tp import WHOLE, Shard
 
 HEAD = "lm_head.weight"
 OWN = ("model.", "lm_head.", "layers.", "embed_tokens.", "norm.")  # other names are strays
@@ -84,10 +86,16 @@ def _here(array: Array) -> Array:
 
 
 def load_checkpoint(
-    folder: str | Path, config: ModelConfig, dtype: npt.DTypeLike = np.float32, place: Callable[[Array], Array] = _here
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: npt.DTypeLike = np.float32,
+    place: Callable[[Array], Array] = _here,
+    shard: Shard = WHOLE,
 ) -> ModelWeights:
-    """The weights of `folder` in `dtype`; peak memory is the result and 8 MB. With `place`, which copies an array to
-    where it is wanted, one layer at a time, or embedding and head, is in host memory.
+    """The weights of `folder` in `dtype`, or a shard's part of them; peak memory is the result and 8 MB.
+
+    With `place`, which copies an array to where it is wanted, and for a shard, one whole layer at a time, or embedding
+    and head, is in host memory.
 
     Raises CheckpointError for damage and contradictions, UnsupportedModel for a tensor that the model has no place for.
     """
@@ -95,11 +103,11 @@ def load_checkpoint(
     with TensorFiles(Path(folder)) as files:
         prefix = checked_prefix(files, config)
         embed, head = _embed_and_head(files, config, prefix, chosen)
-        placed = place(embed)
-        head = placed if head is embed else place(head)
+        placed = place(cut_vocabulary(embed, config, shard))
+        head = tied_head(placed, shard) if head is embed else place(cut_head(head, config, shard))
         names = [f"{prefix}layers.{i}" for i in range(config.num_layers)]
-        layers = tuple(_layer(files, config, name, chosen).placed(place) for name in names)
-        return ModelWeights(placed, layers, place(files.merged([f"{prefix}norm.weight"], chosen)), head)
+        layers = (cut_layer(_layer(files, config, name, chosen), config, shard).placed(place) for name in names)
+        return ModelWeights(placed, tuple(layers), place(files.merged([f"{prefix}norm.weight"], chosen)), head)
 
 
 def check_checkpoint(folder: str | Path, config: ModelConfig) -> tuple[int, list[str]]:

@@ -63,11 +63,16 @@ def random_weights(config: ModelConfig, seed: int, dtype: npt.DTypeLike = np.flo
     )
 
 
-def drawn_weights(config: ModelConfig, draw: Draw, draw_norm: Callable[[int], Array]) -> ModelWeights:
-    """Random weights, wherever `draw` and `draw_norm` (from a width) make them."""
+def drawn_weights(
+    config: ModelConfig,
+    draw: Draw,
+    draw_norm: Callable[[int], Array],
+    keep: Callable[[LayerWeights], LayerWeights] = lambda layer: layer,
+) -> ModelWeights:
+    """Random weights, wherever `draw` and `draw_norm` (from a width) make them; of each layer what `keep` returns."""
     head_size = 2 * config.hidden_size**-0.5
     embed = draw((config.vocab_size, config.hidden_size), head_size)
-    layers = tuple(_drawn_layer(config, draw, draw_norm) for _ in range(config.num_layers))
+    layers = tuple(keep(_drawn_layer(config, draw, draw_norm)) for _ in range(config.num_layers))
     head = embed if config.tie_word_embeddings else draw(embed.shape, head_size)
     return ModelWeights(embed, layers, draw_norm(config.hidden_size), head)
 

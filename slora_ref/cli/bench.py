@@ -39,6 +39,7 @@ def add_parser(commands: Subparsers) -> None:
     decode.add_argument("--targets", type=words, default=defaults.kind.targets, metavar="LIST", help="such as q_proj")
     decode.add_argument("--prompt", type=int, default=defaults.prompt, help=f"tokens of each prompt {default}")
     decode.add_argument("--output", type=int, default=defaults.output, help=f"tokens of each answer {default}")
+    decode.add_argument("--shards", type=int, default=defaults.shards, help=f"GPUs of this host {default}")
     decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
 
 
@@ -70,6 +71,7 @@ def _decode(args: argparse.Namespace, say: Say) -> Rows:
         prompt=args.prompt,
         output=args.output,
         dtype=args.dtype,
+        shards=args.shards,
     )
     return bench_decode(say, options)
 

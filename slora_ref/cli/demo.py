@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from slora_ref.cli.output import Screen, Subparsers, print_json
+from slora_ref.cli.shards import add_shard_options, run_sharded
 from slora_ref.demo import DemoOptions, run_demo
 
 
@@ -28,9 +29,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "float64"], default=defaults.dtype, help=f"of all numbers {default}"
     )
+    add_shard_options(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the pool (needs the extra `plots`)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda args: run_sharded(args, run))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         rate=args.rate,
         dtype=args.dtype,
+        shards=args.shards,
+        communicator=args.communicator,
     )
     screen = Screen(args.json)
     report = run_demo(options, screen.say, screen.live, args.plot)

@@ -9,6 +9,7 @@ import numpy as np
 
 from slora_ref.cli.folders import TOY, model_folder
 from slora_ref.cli.output import Subparsers, print_json
+from slora_ref.cli.shards import add_shard_options, run_sharded
 from slora_ref.config import EngineConfig
 from slora_ref.config.fields import show
 from slora_ref.engine import Completion, Engine
@@ -48,11 +49,12 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the model runs")
+    add_shard_options(parser)
     parser.add_argument(
         "--save-logits", type=Path, metavar="FILE.npz", help="save `logits`, float32 [prompt positions, vocab]"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda args: run_sharded(args, run))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
     if args.save_logits is not None and not args.save_logits.parent.is_dir():
         raise RequestError(f"--save-logits {args.save_logits}: there is no folder {args.save_logits.parent}")
-    engine = Engine.from_pretrained(model_folder(args.model), EngineConfig(device=args.device, max_running=1))
+    how = EngineConfig(device=args.device, shards=args.shards, communicator=args.communicator, max_running=1)
+    engine = Engine.from_pretrained(model_folder(args.model), how)
     adapter = _register(engine, args)
     done = _stream(engine, prompt, params, adapter, quiet=args.json)
     if args.save_logits is not None and done.logits:

@@ -13,6 +13,8 @@ from slora_ref.options import check_choice, check_real, check_switch, check_whol
 
 MOST_SLOTS = 1 << 16  # sequences or adapters: their tables are allocated at start
 MOST_BYTES = 1 << 50
+MOST_SHARDS = 1 << 10
+COMMUNICATORS = ("threads", "mpi", "nccl")
 DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float16", "bfloat16", "float32")}
 """What each device computes in, the usual one first."""
 
@@ -23,6 +25,9 @@ class EngineConfig:
 
     Args:
         device: where the model runs: "cpu", in NumPy, or "cuda", by the kernels of kernels_cu.
+        shards: tensor-parallel workers that the model is split over (paper section 6); loads are then "inline".
+        communicator: what the shards are: "threads" of this process, on the CPU; "nccl": processes with a GPU each,
+            started by the engine; "mpi": processes started by mpirun, on the CPU, or with a GPU each and NCCL.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.
@@ -52,6 +57,8 @@ class EngineConfig:
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
+    shards: int = 1
+    communicator: Literal["threads", "mpi", "nccl"] = "threads"
     dtype: str = "auto"
     pool_pages: int | None = None
     pool_bytes: int | None = None
@@ -80,6 +87,14 @@ class EngineConfig:
         check_choice(ConfigError, "dtype", self.dtype, ("auto", *DTYPES[self.device]))
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", DTYPES[self.device][0])
+        check_whole(ConfigError, "shards", self.shards, 1, MOST_SHARDS)
+        check_choice(ConfigError, "communicator", self.communicator, COMMUNICATORS)
+        if self.shards > 1:
+            wrong = "threads" if self.device == "cuda" else "nccl"
+            if self.communicator == wrong:
+                others = " or ".join(name for name in COMMUNICATORS if name != wrong)
+                raise ConfigError(f"communicator {wrong} has no shards on device {self.device}; take {others}")
+            object.__setattr__(self, "loading", "inline")
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))

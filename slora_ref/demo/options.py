@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from slora_ref.adapter import read_header
 from slora_ref.config import ModelConfig
 from slora_ref.demo.questions import LONGEST_ANSWER, LONGEST_PROMPT
 from slora_ref.errors import ConfigError
+from slora_ref.options import check_whole
 from slora_ref.pager import AdapterShape, PageLayout
 from slora_ref.tokenizer import Tokenizer
 from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER
+from slora_ref.tp import Shard
 
 MOST = {"adapters": 100_000, "requests": 100_000, "pool_pages": 1_000_000}
 """Upper limits, for a laptop's memory: 3 kB a registered header, 27 kB of kept logits a request, 512 bytes a page in
@@ -30,6 +33,7 @@ class DemoOptions:
         seed: of words, popularity and arrivals.
         rate: requests a second; None: all at once.
         dtype: of weights, activations and pool.
+        shards, communicator: of tensor parallelism; see EngineConfig.
     """
 
     adapters: int = 2000
@@ -38,6 +42,8 @@ class DemoOptions:
     seed: int = 0
     rate: float | None = None
     dtype: str = "float32"
+    shards: int = 1
+    communicator: Literal["threads", "mpi", "nccl"] = "threads"
 
     def __post_init__(self) -> None:
         """Raises ConfigError with the value and the limits."""
@@ -51,10 +57,14 @@ class DemoOptions:
             raise ConfigError(f"rate is {self.rate}; it must be from {SLOWEST:g} to {FASTEST:,.0f} requests a second")
 
 
-def check_pool(pool_pages: int, tasks: Iterable[str]) -> None:
-    """Raises ConfigError if the largest request there can be (largest adapter, longest sequence) would not fit."""
+def check_pool(pool_pages: int, tasks: Iterable[str], shards: int = 1) -> None:
+    """Raises ConfigError if the largest request there can be (largest adapter, longest sequence) would not fit.
+
+    Also if the model cannot be split over so many shards.
+    """
     config = ModelConfig.from_folder(MODEL_FOLDER)
-    layout = PageLayout(config)
+    check_whole(ConfigError, "--shards", shards, 1)
+    layout = PageLayout(config, Shard(0, shards))
     pages = {task: _adapter_pages(task, config, layout) for task in tasks}
     largest = max(pages, key=pages.__getitem__)
     # the last token of an answer is never fed back, so it has no key and value

@@ -40,6 +40,7 @@ class DemoReport:
     model: str
     device: str
     dtype: str
+    shards: int
     adapters_registered: int
     adapters_used: int
     requests: int
@@ -149,6 +150,7 @@ def summarize(
         model="toy",
         device=engine.scheduler.config.device,
         dtype=engine.scheduler.config.dtype,
+        shards=engine.scheduler.config.shards,
         adapters_registered=len(engine.adapters),
         adapters_used=len({question.adapter for question in questions}),
         requests=len(questions),

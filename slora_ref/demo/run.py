@@ -36,7 +36,7 @@ def run_demo(options: DemoOptions, say: Say, draw: Draw | None = None, plot: Pat
     if plot is not None:
         check_plot(plot)
     names = adapter_names(options.adapters)
-    check_pool(options.pool_pages, {task for _, task in names})
+    check_pool(options.pool_pages, {task for _, task in names}, options.shards)
     engine = _engine(options)
     started = time.perf_counter()
     for name, task in names:
@@ -64,6 +64,8 @@ def _engine(options: DemoOptions) -> Engine:
         max_adapters=MOST_RESIDENT,
         dtype=options.dtype,
         seed=options.seed,
+        shards=options.shards,
+        communicator=options.communicator,
         loading="inline",  # so that the same seed gives the same steps and counts
     )
     return Engine.from_pretrained(MODEL_FOLDER, config)

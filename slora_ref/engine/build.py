@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slora_ref.checkpoint import ModelWeights, float_dtype, load_checkpoint
+from slora_ref.checkpoint import ModelWeights, float_dtype
 from slora_ref.clock import Clock, MonotonicClock
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.engine.devices import Device, open_device
+from slora_ref.engine.group import open_group, pool_order
+from slora_ref.engine.leader import GroupExecutor, GroupLoader, Leader
+from slora_ref.engine.opening import folder_order, open_model, random_order
+from slora_ref.engine.orders import Order
 from slora_ref.errors import ConfigError
 from slora_ref.executor import Executor
 from slora_ref.model import LlamaModel
@@ -17,6 +21,8 @@ from slora_ref.prefetch import Prefetcher
 from slora_ref.scheduler import Scheduler
 from slora_ref.store import AdapterStore
 from slora_ref.tokenizer import Tokenizer
+from slora_ref.tp import WHOLE, Shard, local_config
+from slora_ref.tp.communicator import Alone
 
 PAGE_ID_BYTES = 4
 Parts = tuple[Scheduler, Prefetcher, Executor, Clock, ModelConfig, Tokenizer | None]
@@ -28,11 +34,10 @@ def build_parts(folder: Path, config: EngineConfig, policy: Policy | None = None
     Raises:
         CheckpointError, UnsupportedModel, TokenizerError, ConfigError: see Engine.from_pretrained.
     """
-    model, device = ModelConfig.from_folder(folder), open_device(config)
-    weights = load_checkpoint(folder, model, config.dtype, device.place)
+    model = ModelConfig.from_folder(folder)
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-    return assemble(model, weights, tokenizer, device, config, policy)
+    return build_group(model, folder_order(folder, config), tokenizer, config, policy)
 
 
 def build_random_parts(model: ModelConfig, config: EngineConfig, seed: int, policy: Policy | None = None) -> Parts:
@@ -41,8 +46,19 @@ def build_random_parts(model: ModelConfig, config: EngineConfig, seed: int, poli
     Raises:
         ConfigError: see Engine.from_config.
     """
-    device = open_device(config)
-    return assemble(model, device.random_weights(model, seed), None, device, config, policy)
+    return build_group(model, random_order(model, seed, config), None, config, policy)
+
+
+def build_group(
+    model: ModelConfig, order: Order, tokenizer: Tokenizer | None, config: EngineConfig, policy: Policy | None
+) -> Parts:
+    """The parts of shard 0, after all shards have done what the order to open a model says."""
+    leader = open_group(model, config)
+    shard = leader.communicator.shard
+    device = open_device(config, shard)
+    with leader.together(order):
+        _, weights = open_model(order, device, shard)
+    return assemble(model, weights, tokenizer, device, config, policy, leader)
 
 
 def assemble(
@@ -52,27 +68,36 @@ def assemble(
     device: Device,
     config: EngineConfig,
     policy: Policy | None = None,
+    leader: Leader | None = None,
 ) -> Parts:
-    """The parts around weights that are on the device already."""
-    device.prepare(model, weights, config)
-    pool = build_pool(model, config, device)
-    llama = LlamaModel(model, weights, device.ops(), pool, pool.max_positions)
+    """The parts around weights that are on the device already; those of the leader's shard, if there is one."""
+    leader = leader or Leader(Alone(), stops=False)
+    communicator = leader.communicator
+    device.prepare(local_config(model, config.shards), weights, config)
+    pool = build_pool(model, config, device, communicator.shard)
+    with leader.together(pool_order(pool)):
+        pass
+    with leader.together(Order("join")):
+        moving = device.communicator(communicator)
+        llama = LlamaModel(model, weights, device.ops(), pool, pool.max_positions, moving)
     how = {"share": config.share_host_copies, "background": config.loading == "background"}
     store = AdapterStore(model, pool.layout, config.dtype, config.host_bytes, allocate=device.host_memory, **how)
-    executor, loader = device.parts(llama, store, config)
+    executor, loader = device.parts(llama, pool, store, config)
+    if config.shards > 1:
+        executor, loader = GroupExecutor(leader, executor), GroupLoader(leader, loader, pool, store)
     prefetcher = Prefetcher(pool, store, loader, config.eviction, config.prefetch)
     scheduler = Scheduler(pool, prefetcher, policy or FCFS(), config)
     return scheduler, prefetcher, executor, MonotonicClock(), model, tokenizer
 
 
-def build_pool(model: ModelConfig, config: EngineConfig, device: Device) -> PagePool:
+def build_pool(model: ModelConfig, config: EngineConfig, device: Device, shard: Shard = WHOLE) -> PagePool:
     """The page pool that the options ask for.
 
     Raises:
         ConfigError: it could not hold a token of prompt and one of answer, max_length exceeds the model's, or the
             device has not that much memory.
     """
-    layout, dtype = PageLayout(model), float_dtype(config.dtype)
+    layout, dtype = PageLayout(model, shard), float_dtype(config.dtype)
     page_bytes = layout.page_bytes(dtype.itemsize)
     pages = config.pool_pages
     if pages is None:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from slora_ref.checkpoint import ModelWeights, drawn_weights, float_dtype, random_weights
+from slora_ref.checkpoint import ModelWeights, cut_weights, drawn_weights, float_dtype, random_weights
+from slora_ref.checkpoint.shard import cut_layer, cut_vocabularies
 from slora_ref.config import EngineConfig, ModelConfig
-from slora_ref.device_loader import DeviceLoader
+from slora_ref.device_loader import DeviceLoader, PageWriter
+from slora_ref.engine.writers import DeviceWriter, HostWriter, Writer
 from slora_ref.errors import ConfigError
-from slora_ref.executor import Executor, KernelExecutor, ModelExecutor
+from slora_ref.executor import Executor, FollowingExecutor, KernelExecutor, ModelExecutor
 from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, NumpyOps, Ops
+from slora_ref.ops.collectives import StepCommunicator
 from slora_ref.ops.device_tables import DeviceTables
-from slora_ref.pager import PageLayout, PagePool
+from slora_ref.pager import PageLayout, PagePool, PageStorage
 from slora_ref.prefetch import ImmediateLoader, Loader, ThreadLoader
 from slora_ref.store import AdapterStore, plain_memory
+from slora_ref.tp import WHOLE, Shard
+from slora_ref.tp.communicator import Communicator
 
 CPU_POOL_BYTES = 256 << 20  # leaves a laptop usable
+Leading = tuple[Executor, Loader]
+Following = tuple[FollowingExecutor, Writer]
 
 
 class Device(Protocol):
@@ -43,8 +51,8 @@ class Device(Protocol):
         """Bytes in host memory from which adapters are loaded; MemoryError if there is no room."""
         ...
 
-    def random_weights(self, model: ModelConfig, seed: int) -> ModelWeights:
-        """Weights made there."""
+    def random_weights(self, model: ModelConfig, seed: int, shard: Shard) -> ModelWeights:
+        """A shard's part of weights made there."""
         ...
 
     def prepare(self, model: ModelConfig, weights: ModelWeights, config: EngineConfig) -> None:
@@ -59,8 +67,16 @@ class Device(Protocol):
         """What the pool may take, after `prepare`; not above 0 where nothing is left."""
         ...
 
-    def parts(self, model: LlamaModel, store: AdapterStore, config: EngineConfig) -> tuple[Executor, Loader]:
+    def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """What runs the model's steps, and what brings adapters into its pool."""
+        ...
+
+    def communicator(self, inner: Communicator) -> Communicator:
+        """What moves the arrays of steps, where `inner` moves them between shards."""
+        ...
+
+    def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
+        """What runs steps, and what writes adapters, on a shard that does not lead."""
         ...
 
 
@@ -86,9 +102,9 @@ class CpuDevice:
         """Memory of the process."""
         return plain_memory(nbytes)
 
-    def random_weights(self, model: ModelConfig, seed: int) -> ModelWeights:
+    def random_weights(self, model: ModelConfig, seed: int, shard: Shard) -> ModelWeights:
         """From NumPy's generator."""
-        return random_weights(model, seed, self.dtype)
+        return cut_weights(random_weights(model, seed, self.dtype), model, shard)
 
     def prepare(self, model: ModelConfig, weights: ModelWeights, config: EngineConfig) -> None:
         """Nothing."""
@@ -101,10 +117,18 @@ class CpuDevice:
         """A moderate size."""
         return CPU_POOL_BYTES
 
-    def parts(self, model: LlamaModel, store: AdapterStore, config: EngineConfig) -> tuple[Executor, Loader]:
+    def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """Model and sampler in NumPy; loads are copies within main memory."""
         background = config.loading == "background"
-        return ModelExecutor(model), (ThreadLoader if background else ImmediateLoader)(model.pool, store)
+        return ModelExecutor(model), (ThreadLoader if background else ImmediateLoader)(pool, store)
+
+    def communicator(self, inner: Communicator) -> Communicator:
+        """Arrays are moved as they are computed."""
+        return inner
+
+    def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
+        """The model in NumPy."""
+        return ModelExecutor(model), HostWriter(pool)
 
 
 class KernelDevice(CpuDevice):
@@ -122,25 +146,45 @@ class KernelDevice(CpuDevice):
         """Kernels."""
         return self._ops
 
-    def parts(self, model: LlamaModel, store: AdapterStore, config: EngineConfig) -> tuple[Executor, Loader]:
+    def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """Model and sampler by kernels; loads beside the steps."""
-        tables = DeviceTables(self._ops, model.pool.sequence_pages, model.pool.adapters)
+        tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
         executor = KernelExecutor(model, self._ops, tables, config.max_batched_tokens)
-        return executor, DeviceLoader(model.pool, store, self._ops, tables, at_once=config.loading == "inline")
+        writer = PageWriter(pool, self._ops, tables)
+        return executor, DeviceLoader(pool, store, writer, at_once=config.loading == "inline")
+
+    def communicator(self, inner: Communicator) -> Communicator:
+        """Collectives are kept and repeated with the launches around them."""
+        return inner if inner.shard.count == 1 else StepCommunicator(inner, self._ops)
+
+    def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
+        """The model by kernels."""
+        tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
+        executor = KernelExecutor(model, self._ops, tables, config.max_batched_tokens)
+        return executor, DeviceWriter(pool, self._ops, tables)
 
 
 class CudaDevice(KernelDevice):
-    """The current GPU, on a stream of its own.
+    """The current GPU, or the one of a shard, on a stream of its own.
 
     Raises:
         ConfigError: there is no CuPy, or no GPU; with the remedy.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         check_cuda()
         self._memory: Any = importlib.import_module("slora_ref.ops.cuda_memory")
+        if shard.count > 1:
+            self._memory.use_gpu(shard.index)
         self._stream = self._memory.use_own_stream()
-        super().__init__(config, importlib.import_module("slora_ref.ops.cuda_ops").CudaOps(float_dtype(config.dtype)))
+        cuda_ops = importlib.import_module("slora_ref.ops.cuda_ops")
+        super().__init__(config, cuda_ops.CudaOps(float_dtype(config.dtype), shards=shard.count))
+
+    def communicator(self, inner: Communicator) -> Communicator:
+        """NCCL, beside what carries the orders."""
+        if inner.shard.count == 1:
+            return inner
+        return super().communicator(importlib.import_module("slora_ref.tp.nccl").NcclCommunicator(inner))
 
     def place(self, array: Any) -> Any:
         """A copy on the GPU."""
@@ -154,10 +198,11 @@ class CudaDevice(KernelDevice):
         """Pinned, so that a kernel can read it."""
         return self._memory.pinned_bytes(nbytes)
 
-    def random_weights(self, model: ModelConfig, seed: int) -> ModelWeights:
-        """Made on the GPU."""
+    def random_weights(self, model: ModelConfig, seed: int, shard: Shard) -> ModelWeights:
+        """Made on the GPU; one whole layer at a time is there."""
         normals = self._memory.Normals(seed, float_dtype(self.dtype))
-        return drawn_weights(model, normals.draw, normals.norm)
+        weights = drawn_weights(model, normals.draw, normals.norm, partial(cut_layer, config=model, shard=shard))
+        return cut_vocabularies(weights, model, shard)
 
     def prepare(self, model: ModelConfig, weights: ModelWeights, config: EngineConfig) -> None:
         """Runs steps of nothing but padding, over a pool of two pages."""
@@ -190,10 +235,10 @@ def check_cuda() -> None:
         raise ConfigError("device cuda needs a GPU, and CuPy finds none; use --device cpu")
 
 
-def open_device(config: EngineConfig) -> Device:
-    """The device that the options ask for.
+def open_device(config: EngineConfig, shard: Shard = WHOLE) -> Device:
+    """The device that the options ask for; each shard of a host has its own GPU.
 
     Raises:
         ConfigError: there is no such device here.
     """
-    return CudaDevice(config) if config.device == "cuda" else CpuDevice(config)
+    return CudaDevice(config, shard) if config.device == "cuda" else CpuDevice(config)

@@ -12,6 +12,7 @@ from slora_ref.config import ModelConfig
 from slora_ref.engine.inputs import sampling_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.outputs import RequestOutput
+from slora_ref.errors import ShardLost
 from slora_ref.executor import Executor, StepResult
 from slora_ref.prefetch import Prefetcher
 from slora_ref.request import BASE_MODEL, FinishReason
@@ -86,7 +87,7 @@ class EngineLoop:
         except BaseException as error:  # a step that fails (or is interrupted) ends its requests, not the engine
             for item in work:
                 self._finish(self._live[item.sequence.number], FinishReason.ERROR, f"the step failed: {error!r}")
-            if not isinstance(error, Exception):
+            if isinstance(error, ShardLost) or not isinstance(error, Exception):
                 raise
             return
         self._commit(work, result)

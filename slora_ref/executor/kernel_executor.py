@@ -20,7 +20,7 @@ from slora_ref.ops import KernelOps, Segments, Spans
 from slora_ref.ops.device_tables import DeviceTables
 from slora_ref.ops.kernel_backend import AttentionStep
 from slora_ref.ops.tape import Tape
-from slora_ref.sampler import Sampling
+from slora_ref.sampler import Sampling, likeliest
 from slora_ref.shapes import Array, Float, Int
 
 MOST_TAPES = 128  # of the shapes used last; one of a 7B model takes about a megabyte of host memory
@@ -48,15 +48,29 @@ class KernelExecutor:
 
     def run(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step. A row that overflows gives non-finite logits, for that row alone."""
-        staged = self.staging.stage(batch, sampling)
+        staged = self._stage(batch, sampling)
         hidden = self._hidden(staged)
         if not len(batch.logit_rows):
             return StepResult(np.zeros(0, np.int64), np.zeros(0, np.bool_), None)
-        with self.ops.recording() as self.last_logits:
-            logits = self.model.logits(hidden, staged.arrays.logit_rows)
+        logits = self._logits(hidden, staged)
         tokens, finite = self._sample(logits, staged, draws=bool((sampling.temperature > 0).any()))
         kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
         return StepResult(tokens[batch.sampled].astype(np.int64), finite[batch.sampled].astype(np.bool_), kept)
+
+    def follow(self, batch: Batch) -> None:
+        """Computes a step on a shard that does not lead: the tokens are not its business."""
+        staged = self._stage(batch, likeliest(len(batch.sampled)))
+        hidden = self._hidden(staged)
+        if len(batch.logit_rows):
+            self._logits(hidden, staged)
+
+    def _logits(self, hidden: Float[Array, "rows hidden"], staged: Staged) -> Float[Array, "logits vocab"]:
+        with self.ops.recording() as self.last_logits:
+            return self.model.logits(hidden, staged.arrays.logit_rows)
+
+    def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
+        own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
+        return self.staging.stage(own, sampling)
 
     def _sample(
         self, logits: Float[Array, "logits vocab"], staged: Staged, draws: bool
@@ -96,7 +110,7 @@ class KernelExecutor:
         """Enters the step's pages, looks its adapters up, and runs the layers."""
         ops, arrays, tables = self.ops, staged.arrays, self.tables
         ops.enter_pages(tables.sequence_pages, arrays.slots, arrays.positions, arrays.k_pages, arrays.v_pages)
-        plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles)
+        plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles, arrays.adapters)
         segments = ops.lora_step(staged.segments, plan, tables.adapters, *places, tables.max_rank, targets)
         spans = AttentionStep(
             **vars(staged.spans),
@@ -113,7 +127,7 @@ class KernelExecutor:
     def warm_up(self) -> None:
         """Runs steps of nothing but padding, so that all is compiled and all memory that a step takes is taken."""
         none = np.zeros(0, np.int64)
-        nobody = Sampling(none.astype(np.float64), none, none.astype(np.float64), none.astype(np.float64), (), ())
+        nobody = likeliest(0)
         for rows in (1, self.staging.most):
             segments = Segments(none, none, none)
             padding = np.full(rows, -1)

@@ -22,3 +22,8 @@ class ModelExecutor:
             logits = self.model.forward(batch)
         tokens, finite = sample(logits[batch.sampled], sampling)
         return StepResult(tokens, finite, logits if batch.wants_logits else None)
+
+    def follow(self, batch: Batch) -> None:
+        """Computes a step on a shard that does not lead: the tokens are not its business."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.model.forward(batch)

@@ -31,3 +31,11 @@ class Executor(Protocol):
     def run(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step."""
         ...
+
+
+class FollowingExecutor(Protocol):
+    """Runs batches on a shard that does not lead."""
+
+    def follow(self, batch: Batch) -> None:
+        """Computes one step."""
+        ...

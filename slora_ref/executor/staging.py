@@ -40,6 +40,7 @@ class StepArrays:
 
     Args:
         token_ids, positions, slots, k_pages, v_pages: [rows] token, its place, its sequence and its two pages.
+        adapters: [rows] the slot of its adapter.
         row_slots, tile_slots, tiles, queries, attention_tiles: of LoraPlan and AttentionPlan.
         logit_rows: [logits] rows whose logits are wanted.
         temperature, top_k, top_p, min_p, seeds, places: [logits] of Sampling; temperature 0 where nothing is drawn.
@@ -50,6 +51,7 @@ class StepArrays:
     slots: Array
     k_pages: Array
     v_pages: Array
+    adapters: Array
     row_slots: Array
     tile_slots: Array
     tiles: Array
@@ -125,7 +127,7 @@ class Staging:
         none = np.zeros(0, np.int64)
         lora = plan_lora(Segments(none, none, none), rows)
         attention = plan_attention(Spans(none, none, none, none), rows)
-        of_rows = ("token_ids", "positions", "slots", "k_pages", "v_pages", "row_slots")
+        of_rows = ("token_ids", "positions", "slots", "k_pages", "v_pages", "adapters", "row_slots")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_rows, (rows,))
         shapes |= {"tile_slots": lora.tile_slots.shape, "tiles": lora.tiles.shape, "queries": attention.queries.shape}
         shapes |= {"attention_tiles": attention.tiles.shape}
@@ -158,6 +160,7 @@ def _fill_rows(host: StepArrays, batch: Batch, lora: LoraPlan, attention: Attent
     _pad(host.slots, np.repeat(batch.spans.slot, batch.spans.length), NONE)
     _pad(host.k_pages, batch.k_pages, NONE)
     _pad(host.v_pages, batch.v_pages, NONE)
+    host.adapters[...] = batch.segments.of_rows(len(host.adapters))
     host.row_slots[...], host.tile_slots[...], host.tiles[...] = lora.row_slots, lora.tile_slots, lora.tiles
     host.queries[...], host.attention_tiles[...] = attention.queries, attention.tiles
 

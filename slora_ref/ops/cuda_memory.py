@@ -15,6 +15,11 @@ from slora_ref.shapes import Array
 BLOCK = 1 << 26  # random numbers drawn at once
 
 
+def use_gpu(index: int) -> None:
+    """From here on this thread works on this GPU of the host; counted from 0 again where there are fewer."""
+    cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
+
+
 def to_device(array: Array) -> Array:
     """A copy on the current device."""
     copied: Array = cupy.asarray(array)

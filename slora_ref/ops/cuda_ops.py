@@ -49,7 +49,7 @@ class CudaOps(KernelOps):
     """KernelOps on CuPy arrays, on the current device and on the stream that is current when this is made.
 
     Args:
-        dtype, rungs, max_rank: see KernelOps.
+        dtype, rungs, max_rank, shards: see KernelOps.
         kernels: compiles and launches; default: the project's kernels.
     """
 
@@ -59,8 +59,9 @@ class CudaOps(KernelOps):
         rungs: Mapping[str, str] | None = None,
         max_rank: int | None = None,
         kernels: CudaKernels | None = None,
+        shards: int = 1,
     ) -> None:
-        super().__init__(dtype, rungs, max_rank)
+        super().__init__(dtype, rungs, max_rank, shards)
         self.kernels, self.cublas = kernels or CudaKernels(), Cublas()
         self.cublas.use_current_stream()
         self.stream, self.side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)

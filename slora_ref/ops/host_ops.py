@@ -40,7 +40,7 @@ class HostOps(KernelOps):
     """KernelOps on NumPy arrays.
 
     Args:
-        dtype, rungs, max_rank: see KernelOps.
+        dtype, rungs, max_rank, shards: see KernelOps.
         kernels: compiles and runs; default: the project's kernels, with the usual cache.
         order, seed: in which the threads of a block run, see HostKernels.run.
     """
@@ -53,8 +53,9 @@ class HostOps(KernelOps):
         kernels: HostKernels | None = None,
         order: str = "forward",
         seed: int = 0,
+        shards: int = 1,
     ) -> None:
-        super().__init__(dtype, rungs, max_rank)
+        super().__init__(dtype, rungs, max_rank, shards)
         self.kernels, self.order, self.seed = kernels or HostKernels(), order, seed
 
     def prepare(self, launch: Launch) -> Work:

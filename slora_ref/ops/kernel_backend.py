@@ -27,10 +27,13 @@ class LoraStep(Segments):
 
     Args:
         plan: who computes which rows.
-        rows, tiles: [layers, targets, entries, 4] where each row's, each tile's adapter lies.
+        rows, tiles: [layers, targets, entries, 4] where each row's, each tile's adapter lies, and the rank of its B.
+        a_rows, a_tiles: the same with the columns of A that this shard has; rows and tiles, if it has them all.
+        slots: [rows] adapter slot of every row, whoever computes it.
+        a_page_rank: [adapter_slots, targets] as in AdapterTables.
         extents: [tiles, 2] first row and rows of each tile.
         page_table: [adapter_slots, table].
-        t_columns: columns of t for each target.
+        t_columns: columns of t for each target; a_columns: of the part of t that one shard computes.
         targets: those that some adapter may have; a group without any is left out.
     """
 
@@ -40,6 +43,11 @@ class LoraStep(Segments):
     extents: Array
     page_table: Array
     t_columns: int
+    a_columns: int
+    a_rows: Array
+    a_tiles: Array
+    slots: Array
+    a_page_rank: Array
     targets: frozenset[int]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from slora_ref.ops.kernel_backend import KernelBackend, LoraStep
 from slora_ref.ops.plan import SHRINK_SPLITS, LoraPlan, plan_lora
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments
 from slora_ref.shapes import Array, Float, Int
+from slora_ref.tp.split import OVER_RANK
 
 RANK_STEP = 8  # t has a multiple of so many columns for each target, so that its rows start aligned
 
@@ -23,11 +25,18 @@ class KernelLora(KernelBackend):
     Args:
         dtype, rungs: see KernelBackend.
         max_rank: the largest rank that will ever be registered; None: of the adapters resident in each step.
+        shards: over which a model is split.
     """
 
-    def __init__(self, dtype: Any, rungs: Mapping[str, str] | None = None, max_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        dtype: Any,
+        rungs: Mapping[str, str] | None = None,
+        max_rank: int | None = None,
+        shards: int = 1,
+    ) -> None:
         super().__init__(dtype, rungs)
-        self.max_rank = max_rank
+        self.max_rank, self.shards = max_rank, shards
         self._lora: LoraStep | None = None
         self._lora_of: Segments | None = None
 
@@ -47,17 +56,36 @@ class KernelLora(KernelBackend):
             is unspecified.
         """
         step, targets = self._lora_step(tables, segments, len(x)), self._targets(group)
-        shape = (max(SHRINK_SPLITS.values()), len(x), len(group.targets), step.t_columns)
+        columns = step.a_columns if OVER_RANK[group.targets[0]] else step.t_columns
+        splits = SHRINK_SPLITS["mbgmm" if step.plan.shared else "mbgmv"]
+        shape = (splits, len(x), len(group.targets), columns)
         t = self.empty("t", shape, np.float32)
         if step.targets.isdisjoint(group.targets):
             return t
         if step.plan.single:
-            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.rows[layer, targets]
+            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.a_rows[layer, targets]
             self.run("mbgmv_shrink", lora_arguments.mbgmv_shrink(part, x, pages, step.page_table, lora))
         if step.plan.shared:
-            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.tiles[layer, targets]
+            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.a_tiles[layer, targets]
             arguments = lora_arguments.mbgmm_shrink(part, x, pages, step.page_table, lora, step.extents)
             self.run("mbgmm_shrink", arguments)
+        return t
+
+    def join_ranks(
+        self,
+        parts: Float[Array, "shards splits rows targets part_columns"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+    ) -> Float[Array, "splits rows targets t_columns"]:
+        """t from the columns of it that each shard has computed."""
+        if len(parts) == 1:
+            return parts[0]
+        _, splits, rows, targets, _ = parts.shape
+        step = self._lora_step(tables, segments, rows)
+        t = self.empty("t_joined", (splits, rows, targets, step.t_columns), np.float32)
+        arguments = lora_arguments.lora_join(t, parts, step.slots, step.a_page_rank, group.targets[0])
+        self.run("lora_join", arguments, np.float32)
         return t
 
     def lora_expand(
@@ -98,7 +126,8 @@ class KernelLora(KernelBackend):
             names = ("row_slots", "tile_slots", "tiles")
             row_slots, tile_slots, tiles = (self.put(name, getattr(plan, name), np.int32) for name in names)
             rank, targets = self.max_rank or int(tables.page_rank.max(initial=1)), range(len(TARGETS))
-            self._lora = self.lora_step(segments, plan, device, row_slots, tile_slots, tiles, rank, targets)
+            slots = self.put("slots", segments.of_rows(rows), np.int32)
+            self._lora = self.lora_step(segments, plan, device, row_slots, tile_slots, tiles, slots, rank, targets)
             self._lora_of = segments
         return self._lora
 
@@ -110,18 +139,29 @@ class KernelLora(KernelBackend):
         row_slots: Int[Array, " rows"],
         tile_slots: Int[Array, " tiles"],
         extents: Int[Array, "tiles 2"],
+        slots: Int[Array, " rows"],
         max_rank: int,
         targets: Iterable[int],
     ) -> LoraStep:
         """Looks up the adapters of a step, whose plan and tables are on the device."""
+        rows, tiles = self._lookup("rows", row_slots, tables), self._lookup("tiles", tile_slots, tables)
+        a_rows, a_tiles, a_rank = rows, tiles, -(-max_rank // self.shards)
+        if self.shards > 1:
+            of_a = replace(tables, rank=tables.a_rank)
+            a_rows, a_tiles = self._lookup("a_rows", row_slots, of_a), self._lookup("a_tiles", tile_slots, of_a)
         return LoraStep(
             **vars(segments),
             plan=plan,
-            rows=self._lookup("rows", row_slots, tables),
-            tiles=self._lookup("tiles", tile_slots, tables),
+            rows=rows,
+            tiles=tiles,
+            a_rows=a_rows,
+            a_tiles=a_tiles,
+            slots=slots,
             extents=extents,
             page_table=tables.pages,
+            a_page_rank=tables.a_page_rank,
             t_columns=-(-max_rank // RANK_STEP) * RANK_STEP,
+            a_columns=-(-a_rank // RANK_STEP) * RANK_STEP,
             targets=frozenset(targets),
         )
 

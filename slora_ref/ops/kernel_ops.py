@@ -23,6 +23,7 @@ class KernelOps(KernelLora, KernelAttention):
         dtype: of storage; sums are in float32.
         rungs: the kernel to use for an operation, where it is not the last rung.
         max_rank: the largest rank that will ever be registered; None: of the adapters resident in each step.
+        shards: over which the model is split.
     """
 
     @abstractmethod
@@ -43,6 +44,20 @@ class KernelOps(KernelLora, KernelAttention):
         out = self.empty(f"embed_{len(weight)}", (len(ids), weight.shape[1]), self.dtype)
         self.run("gather_rows", row_arguments.gather_rows(out, weight, self.put("ids", ids, np.int32)))
         return out
+
+    def join_columns(self, parts: Float[Array, "shards rows part"]) -> Float[Array, "rows columns"]:
+        """A matrix from the columns of it that each shard has computed, side by side."""
+        shards, rows, part = parts.shape
+        if shards == 1:
+            return parts[0]
+        whole = self.empty("joined_columns", (rows, shards * part), parts.dtype)
+
+        def copy() -> None:
+            for shard in range(shards):
+                whole[:, shard * part : (shard + 1) * part] = parts[shard]
+
+        self.do("communication", copy)
+        return whole
 
     # --- operations on rows ---
 

@@ -37,6 +37,31 @@ def lora_lookup(
     }
 
 
+def lora_join(
+    t: Float[Array, "splits rows targets t_columns"],
+    parts: Float[Array, "shards splits rows targets part_columns"],
+    slots: Int[Array, " rows"],
+    columns: Int[Array, "adapter_slots all_targets"],
+    first: int,
+) -> Arguments:
+    """lora_join: t from the columns that each shard has computed; `first` is the group's first target."""
+    splits, rows, targets, t_columns = t.shape
+    return {
+        "t": check_array("t", t, np.float32, t.shape),
+        "parts": check_array("parts", parts, np.float32, (None, splits, rows, targets, None)),
+        "slots": check_array("slots", slots, np.int32, (rows,)),
+        "columns": check_array("columns", columns, np.int32, (None, None)),
+        "splits": np.int32(splits),
+        "rows": np.int32(rows),
+        "targets": np.int32(targets),
+        "t_columns": np.int32(t_columns),
+        "part_columns": np.int32(parts.shape[4]),
+        "shards": np.int32(parts.shape[0]),
+        "first": np.int32(first),
+        "all_targets": np.int32(columns.shape[1]),
+    }
+
+
 def mbgmv_shrink(
     t: Float[Array, "splits rows targets t_columns"],
     x: Float[Array, "rows d_in"],

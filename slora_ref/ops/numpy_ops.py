@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slora_ref.ops.attend import attend
+from slora_ref.ops.join import join_ranks
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments, Spans
 from slora_ref.shapes import Array, Float, Int, Shaped
 
@@ -56,6 +57,10 @@ class NumpyOps:
     def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
         """Logits x W^T; a backend of half precision gives them in float32."""
         return self.linear(x, weight)
+
+    def join_columns(self, parts: Float[Array, "shards rows part"]) -> Float[Array, "rows columns"]:
+        """A matrix from the columns of it that each shard has computed, side by side."""
+        return parts[0] if len(parts) == 1 else np.concatenate(list(parts), axis=1)
 
     def rms_norm(
         self, x: Float[Array, "rows hidden"], weight: Float[Array, " hidden"], eps: float
@@ -109,8 +114,8 @@ class NumpyOps:
             [rows, t_width] t, target after target; what lies beyond a segment's own columns is unspecified.
         """
         targets, pieces = list(group.targets), -(-x.shape[1] // pages.shape[1])
-        slots, rows_of = _with_adapter(segments)
-        columns = tables.page_rank[slots][:, targets].sum(axis=1)
+        slots, rows_of = segments.with_adapter()
+        columns = tables.a_page_rank[slots][:, targets].sum(axis=1)
         t = np.empty((x.shape[0], int(columns.max(initial=0))), self.dtype)
         shapes = _lists(slots, columns, tables.a_start[slots, targets[0]])
         for rows, slot, r, first in zip(rows_of, *shapes, strict=True):
@@ -118,6 +123,16 @@ class NumpyOps:
                 a = self._gather(pages, tables.pages[slot], first, r * pieces).reshape(r, -1)[:, : x.shape[1]]
                 np.matmul(x[rows], a.T, out=t[rows, :r], dtype=self.dtype)
         return t
+
+    def join_ranks(
+        self,
+        parts: Float[Array, "shards rows part_width"],
+        tables: AdapterTables,
+        segments: Segments,
+        group: LoraGroup,
+    ) -> Float[Array, "rows t_width"]:
+        """t from the columns of it that each shard has computed; see ops/join.py."""
+        return parts[0] if len(parts) == 1 else join_ranks(parts, tables, segments, group)
 
     def lora_expand(
         self,
@@ -141,7 +156,7 @@ class NumpyOps:
             d_outs: output width of each target of the group.
         """
         targets, pieces = list(group.targets), [-(-d_out // pages.shape[1]) for d_out in d_outs]
-        slots, rows_of = _with_adapter(segments)
+        slots, rows_of = segments.with_adapter()
         of_targets = (tables.rank[slots, layer], tables.page_rank[slots], tables.scale[slots, layer])
         shapes = _lists(slots, tables.b_start[slots, targets[0]], *(table[:, targets] for table in of_targets))
         for rows, slot, first, ranks, page_ranks, scales in zip(rows_of, *shapes, strict=True):
@@ -223,13 +238,6 @@ class NumpyOps:
                 keys, values = pages[sequence_pages[slot, :, :context]].reshape(2, context, kv_heads, head_dim)
                 out[start : start + length] = attend(q[start : start + length], keys, values)
         return out
-
-
-def _with_adapter(segments: Segments) -> tuple[Int[Array, " used"], list[slice]]:
-    """Adapter slot and rows of the segments that have an adapter and rows."""
-    used = (segments.adapter >= 0) & (segments.length > 0)
-    start, length = segments.start[used], segments.length[used]
-    return segments.adapter[used], [slice(*pair) for pair in zip(*_lists(start, start + length), strict=True)]
 
 
 def _lists(*arrays: Shaped[Array, "n ..."]) -> list[list[Any]]:

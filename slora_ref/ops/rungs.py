@@ -97,6 +97,9 @@ def _attention_words(sizes: SimpleNamespace) -> int:
 
 RUNGS: Mapping[str, Rung] = {
     "lora_lookup_1_naive": Rung(128, lambda s: (_blocks(s.layers * s.targets * s.entries, 128), 1, 1)),
+    "lora_join_1_naive": Rung(
+        128, lambda s: (_blocks(s.targets * s.t_columns, 128), s.rows, s.splits), dtypes=("float32",)
+    ),
     "mbgmv_shrink_1_naive": Rung(64, lambda s: (s.rows, s.targets, s.splits)),
     "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.rows, 1), after_start=True),
     "mbgmv_shrink_2_warp": Rung(128, lambda s: (_blocks(s.t_columns, 4), s.rows, s.targets * s.splits)),

@@ -49,8 +49,9 @@ class AdapterTables:
     Args:
         pages: [adapter_slots, table] page ids, -1 where unused.
         a_start, b_start: [adapter_slots, targets] first entry of a target's A or B in `pages`.
-        page_rank: [adapter_slots, targets] the columns that have pages: the largest rank of any layer.
+        page_rank: [adapter_slots, targets] the rows of B that have pages: the largest rank of any layer.
         rank: [adapter_slots, layers, targets] the true rank, 0 where absent.
+        a_page_rank, a_rank: the same for the columns of A: equal to page_rank and rank unless A is split over shards.
         scale: [adapter_slots, layers, targets] alpha / r (or rsLoRA's, or a pattern's) in float32, 0 where absent.
     """
 
@@ -59,6 +60,8 @@ class AdapterTables:
     b_start: Int[Array, "adapter_slots targets"]
     page_rank: Int[Array, "adapter_slots targets"]
     rank: Int[Array, "adapter_slots layers targets"]
+    a_page_rank: Int[Array, "adapter_slots targets"]
+    a_rank: Int[Array, "adapter_slots layers targets"]
     scale: Float[Array, "adapter_slots layers targets"]
 
     @classmethod
@@ -71,8 +74,34 @@ class AdapterTables:
             b_start=np.zeros((slots, targets), np.int32),
             page_rank=np.zeros((slots, targets), np.int32),
             rank=np.zeros((slots, layers, targets), np.int32),
+            a_page_rank=np.zeros((slots, targets), np.int32),
+            a_rank=np.zeros((slots, layers, targets), np.int32),
             scale=np.zeros((slots, layers, targets), np.float32),
         )
+
+    def enter(
+        self,
+        slot: int,
+        pages: Int[Array, " pages"],
+        starts: tuple[Int[Array, " targets"], Int[Array, " targets"]],
+        ranks: Int[Array, "layers targets"],
+        a_page_rank: Int[Array, " targets"],
+        scales: Float[Array, "layers targets"],
+    ) -> None:
+        """Enters an adapter: its pages in table order, where its As and Bs start, its ranks and scales."""
+        if len(pages) > self.pages.shape[1]:  # larger than any before it
+            narrow, self.pages = self.pages, np.full((len(self.pages), len(pages)), -1, np.int32)
+            self.pages[:, : narrow.shape[1]] = narrow
+        self.pages[slot, : len(pages)], self.pages[slot, len(pages) :] = pages, -1
+        self.a_start[slot], self.b_start[slot] = starts
+        self.page_rank[slot], self.rank[slot], self.scale[slot] = ranks.max(axis=0), ranks, scales
+        self.a_page_rank[slot], self.a_rank[slot] = a_page_rank, np.minimum(ranks, a_page_rank)
+
+    def clear(self, slot: int) -> None:
+        """Takes an adapter out."""
+        self.pages[slot] = -1
+        for table in (self.page_rank, self.rank, self.scale, self.a_page_rank, self.a_rank):
+            table[slot] = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +116,19 @@ class Segments:
     adapter: Int[Array, " segments"]
     start: Int[Array, " segments"]
     length: Int[Array, " segments"]
+
+    def of_rows(self, rows: int) -> Int[Array, " rows"]:
+        """[rows] the adapter slot of each row; -1 for the base model and for rows of padding."""
+        slots = np.full(rows, -1, np.int32)
+        own = np.repeat(self.adapter, self.length)
+        slots[: len(own)] = own
+        return slots
+
+    def with_adapter(self) -> tuple[Int[Array, " used"], list[slice]]:
+        """Adapter slot and rows of the segments that have an adapter and rows."""
+        used = (self.adapter >= 0) & (self.length > 0)
+        start, length = self.start[used], self.length[used]
+        return self.adapter[used], list(map(slice, start.tolist(), (start + length).tolist()))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Work = Callable[[], None]
-Part = Literal["gemm", "lora", "attention", "rest"]  # of a step's time
+Part = Literal["gemm", "lora", "attention", "communication", "lora_communication", "rest"]  # of a step's time
 
 
 def part_of(operation: str) -> Part:

@@ -2,5 +2,6 @@
 
 from slora_ref.pager.layout import AdapterShape, PageLayout
 from slora_ref.pager.pool import PagePool, PoolUsage
+from slora_ref.pager.storage import PageStorage
 
-__all__ = ["AdapterShape", "PageLayout", "PagePool", "PoolUsage"]
+__all__ = ["AdapterShape", "PageLayout", "PagePool", "PageStorage", "PoolUsage"]

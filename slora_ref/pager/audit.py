@@ -42,7 +42,7 @@ def check_adapters(
     """
     assert sorted([*closed, *slots.values()]) == list(range(len(tables.pages))), "an adapter slot is lost or used twice"
     assert slots.keys() == pages.keys(), "adapters with slots and adapters with pages differ"
-    for table in (tables.page_rank, tables.rank, tables.scale):
+    for table in (tables.page_rank, tables.rank, tables.a_page_rank, tables.a_rank, tables.scale):
         assert not table[list(closed)].any(), "a closed adapter slot has ranks or scales"
     assert (tables.pages[list(closed)] == -1).all(), "a closed adapter slot holds pages"
     for adapter_id, slot in slots.items():
@@ -50,6 +50,8 @@ def check_adapters(
         assert (tables.pages[slot, : len(own)] == own).all(), f"the table of adapter {adapter_id} drifted"
         assert (tables.pages[slot, len(own) :] == -1).all(), f"the table of adapter {adapter_id} is too long"
         assert (tables.rank[slot].max(axis=0) == page_rank).all(), f"the ranks of adapter {adapter_id} drifted"
+        columns = layout.a_ranks(page_rank)
+        assert (tables.a_page_rank[slot] == columns).all(), f"the columns of adapter {adapter_id} drifted"
         assert len(own) == layout.adapter_pages(page_rank), f"adapter {adapter_id} has {len(own)} pages"
         starts = layout.starts(page_rank)
         assert (tables.a_start[slot] == starts[0]).all() and (tables.b_start[slot] == starts[1]).all(), adapter_id

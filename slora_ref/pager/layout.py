@@ -2,6 +2,7 @@
 
 Pure arithmetic. The paper's page is H numbers, a token's key in a multi-head model; here it is the key width of one
 layer, head_dim * kv_heads, so grouped-query models fit too: there a column of A of length H takes H / width pages.
+With tensor parallelism a page is a shard's part of a key; counts and tables are equal on all shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 from slora_ref.config import TARGETS, ModelConfig
 from slora_ref.ops.tables import LORA_GROUPS
 from slora_ref.shapes import Array, Float, Int
+from slora_ref.tp import WHOLE, Shard
+from slora_ref.tp.split import a_ranks, adapter_target_shape, cut_a, cut_b, local_config
 
 PAGES_PER_TOKEN = 2  # a key and a value; the same page id names a row in every layer
 ROW_ALIGNMENT_BYTES = 16  # what one vector load of a GPU thread needs
@@ -42,12 +45,16 @@ class PageLayout:
 
     Args:
         config: the model; its head_dim and kv_heads give the page width, its projections the pages of an adapter.
+        shard: the part of the model whose pages these are.
+
+    Raises:
+        ConfigError: the model cannot be split over so many shards.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.num_layers = config.num_layers
-        self.width = config.kv_width
-        shapes = [config.target_shape(target) for target in TARGETS]
+    def __init__(self, config: ModelConfig, shard: Shard = WHOLE) -> None:
+        self.num_layers, self.shard, self._config = config.num_layers, shard, config
+        self.width = local_config(config, shard.count).kv_width
+        shapes = [adapter_target_shape(config, target, shard.count) for target in TARGETS]
         self.a_pieces = tuple(-(-d_in // self.width) for d_in, _ in shapes)
         self.b_pieces = tuple(-(-d_out // self.width) for _, d_out in shapes)
 
@@ -65,8 +72,21 @@ class PageLayout:
         return PAGES_PER_TOKEN * tokens
 
     def adapter_pages(self, page_ranks: Int[Array, " targets"]) -> int:
-        """Pages of an adapter: r * ceil(d_in / width) for each A, r * ceil(d_out / width) for each B."""
-        return int(page_ranks @ (np.asarray(self.a_pieces) + np.asarray(self.b_pieces)))
+        """Pages of an adapter: r * ceil(d_in / width) for each A, r * ceil(d_out / width) for each B.
+
+        Here d_in and d_out are the shard's, and r is ceil(r / shards) for an A that is split along its rank.
+        """
+        return int(self.a_ranks(page_ranks) @ np.asarray(self.a_pieces) + page_ranks @ np.asarray(self.b_pieces))
+
+    def a_ranks(self, page_ranks: Int[Array, "*some targets"]) -> Int[Array, "*some targets"]:
+        """[..., targets] columns of A that a shard has pages for."""
+        return a_ranks(page_ranks, self.shard.count)
+
+    def cut(
+        self, a: Float[Array, "rank d_in"], b: Float[Array, "d_out rank"], target: int, page_rank: int
+    ) -> tuple[Float[Array, "a_rank a_part"], Float[Array, "b_part rank"]]:
+        """This shard's part of a target's weights, as PEFT stores them."""
+        return cut_a(a, target, page_rank, self.shard), cut_b(b, target, self._config, self.shard)
 
     def starts(self, page_ranks: Int[Array, " targets"]) -> tuple[Int[Array, " targets"], Int[Array, " targets"]]:
         """The first table entry of each target's A and of each B.
@@ -76,9 +96,10 @@ class PageLayout:
         """
         a_start, b_start = np.zeros(len(TARGETS), np.int32), np.zeros(len(TARGETS), np.int32)
         entry = 0
+        halves = (a_start, self.a_ranks(page_ranks), self.a_pieces), (b_start, page_ranks, self.b_pieces)
         for group in LORA_GROUPS:
-            for starts, pieces in ((a_start, self.a_pieces), (b_start, self.b_pieces)):
+            for starts, ranks, pieces in halves:
                 for target in group.targets:
                     starts[target] = entry
-                    entry += int(page_ranks[target]) * pieces[target]
+                    entry += int(ranks[target]) * pieces[target]
         return a_start, b_start

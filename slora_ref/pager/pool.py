@@ -14,9 +14,9 @@ import numpy as np
 
 from slora_ref.allocator import PageAllocator
 from slora_ref.errors import PageError
-from slora_ref.ops.tables import AdapterTables
 from slora_ref.pager.audit import check_adapters, check_owners, check_poison, check_sequences
 from slora_ref.pager.layout import PAGES_PER_TOKEN, AdapterShape, PageLayout
+from slora_ref.pager.storage import PageStorage
 from slora_ref.shapes import Array, Float, Int
 
 
@@ -29,7 +29,7 @@ class PoolUsage:
     free: int
 
 
-class PagePool:
+class PagePool(PageStorage):
     """One storage [layers, pages, width] for sequences and adapters.
 
     Args:
@@ -56,39 +56,19 @@ class PagePool:
         shuffle_seed: int | None = None,
         empty: Callable[[tuple[int, ...], Any], Array] = np.empty,
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, num_pages, max_sequences, max_positions, max_adapters, dtype, poison, empty)
         self.allocator = PageAllocator(num_pages, shuffle_seed)
-        self.poison = poison and dtype is not None
-        self.storage = self._new_storage(layout, num_pages, dtype, empty)
-        self.sequence_pages = np.full((max_sequences, PAGES_PER_TOKEN, max_positions), -1, np.int32)
         self.lengths = np.zeros(max_sequences, np.int64)  # tokens of each sequence slot that have pages
-        self.adapters = AdapterTables.empty(max_adapters, layout.num_layers, table=0)
         self._free_sequence_slots = list(range(max_sequences - 1, -1, -1))
         self._free_adapter_slots = list(range(max_adapters - 1, -1, -1))
         self._adapter_slots: dict[int, int] = {}  # adapter id -> slot
         self._adapter_pages: dict[int, Int[Array, " pages"]] = {}  # adapter id -> its pages, in table order
         self._kv_pages = 0
 
-    def _new_storage(
-        self, layout: PageLayout, num_pages: int, dtype: Any | None, empty: Callable[[tuple[int, ...], Any], Array]
-    ) -> Float[Array, "layers pages width"]:
-        if dtype is None:
-            return np.empty((layout.num_layers, 0, layout.width), np.float32)
-        stride = layout.row_stride(np.dtype(dtype).itemsize)
-        storage = empty((layout.num_layers, num_pages, stride), dtype)
-        if self.poison:
-            storage.fill(np.nan)
-        return storage[:, :, : layout.width]
-
     @property
     def num_pages(self) -> int:
         """Pages of the pool."""
         return self.allocator.num_pages
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of the numbers in one page, over all layers."""
-        return self.layout.num_layers * self.layout.width * self.storage.itemsize
 
     @property
     def free_pages(self) -> int:
@@ -109,11 +89,6 @@ class PagePool:
     def max_sequences(self) -> int:
         """Sequence slots in all."""
         return len(self.lengths)
-
-    @property
-    def max_positions(self) -> int:
-        """The longest a sequence can get, in tokens; the last of them takes no pages."""
-        return int(self.sequence_pages.shape[2])
 
     def usage(self) -> PoolUsage:
         """Pages by kind."""
@@ -150,8 +125,7 @@ class PagePool:
         rows = len(slots)
         pages = self.allocator.allocate(PAGES_PER_TOKEN * rows)
         k_pages, v_pages = pages[:rows], pages[rows:]
-        self.sequence_pages[slots, 0, positions] = k_pages
-        self.sequence_pages[slots, 1, positions] = v_pages
+        self.enter_rows(slots, positions, k_pages, v_pages)
         self.lengths += np.bincount(slots, minlength=self.max_sequences)
         self._kv_pages += len(pages)
         return k_pages, v_pages
@@ -194,36 +168,21 @@ class PagePool:
             raise PageError(f"adapter {adapter_id} already has pages")
         if not self._free_adapter_slots:
             raise PageError(f"all {self.max_adapters} adapter slots are taken")
-        page_ranks = shape.page_ranks
-        pages = self.allocator.allocate(self.layout.adapter_pages(page_ranks))
+        pages = self.allocator.allocate(self.layout.adapter_pages(shape.page_ranks))
         slot = self._free_adapter_slots.pop()
-        self._widen_tables(len(pages))
-        tables = self.adapters
-        tables.pages[slot, : len(pages)] = pages
-        tables.a_start[slot], tables.b_start[slot] = self.layout.starts(page_ranks)
-        tables.page_rank[slot], tables.rank[slot], tables.scale[slot] = page_ranks, shape.ranks, shape.scales
+        self.enter_adapter(slot, pages, shape)
         self._adapter_slots[adapter_id], self._adapter_pages[adapter_id] = slot, pages
         return pages
 
-    def _widen_tables(self, entries: int) -> None:
-        """Makes room for an adapter of more pages than any before it."""
-        wide = self.adapters.pages
-        if entries > wide.shape[1]:
-            self.adapters.pages = np.full((len(wide), entries), -1, np.int32)
-            self.adapters.pages[:, : wide.shape[1]] = wide
-
     def write_adapter(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
         """Scatters an adapter's page image into its pages, whole pages: beyond d_in or d_out the image has zeros."""
-        self.storage[:, self._adapter_pages[adapter_id]] = image
+        self.write_pages(self._adapter_pages[adapter_id], image)
 
     def close_adapter(self, adapter_id: int) -> None:
         """Frees the pages and the slot of an adapter."""
         slot = self._adapter_slots.pop(adapter_id)
         self._release(self._adapter_pages.pop(adapter_id))
-        tables = self.adapters
-        tables.pages[slot] = -1
-        for table in (tables.page_rank, tables.rank, tables.scale):
-            table[slot] = 0
+        self.adapters.clear(slot)
         self._free_adapter_slots.append(slot)
 
     def _release(self, pages: Int[Array, " pages"]) -> None:

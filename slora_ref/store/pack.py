@@ -22,19 +22,21 @@ def pack(adapter: Adapter, layout: PageLayout, dtype: Any) -> Float[Array, "laye
 
 
 def pack_into(image: Float[Array, "layers pages width"], adapter: Adapter, layout: PageLayout) -> None:
-    """Writes an adapter into an image, converting its numbers; zeros where a vector ends inside a page.
+    """Writes an adapter, or the layout's shard of it, into an image, converting its numbers; zeros where a vector ends
+    inside a page, and past the rank.
 
     Column j of A is row j of PEFT's lora_A, row j of B is column j of PEFT's lora_B. The scale stays outside.
     """
-    ranks = adapter.header.ranks
-    a_start, b_start = layout.starts(_page_ranks(adapter))
-    if (ranks != _page_ranks(adapter)).any():
-        image[...] = 0  # a layer of a smaller rank leaves pages over
+    ranks, page_ranks = adapter.header.ranks, _page_ranks(adapter)
+    a_start, b_start = layout.starts(page_ranks)
+    if (ranks != page_ranks).any() or layout.shard.count > 1:
+        image[...] = 0  # a layer of a smaller rank leaves pages over, and so do the last shards
     with np.errstate(over="ignore", invalid="ignore"):
         for target in range(len(TARGETS)):
             for layer in np.flatnonzero(ranks[:, target]).tolist():
-                _put(image[layer], int(a_start[target]), layout.a_pieces[target], adapter.a[layer, target])
-                _put(image[layer], int(b_start[target]), layout.b_pieces[target], adapter.b[layer, target].T)
+                a, b = layout.cut(adapter.a[layer, target], adapter.b[layer, target], target, int(page_ranks[target]))
+                _put(image[layer], int(a_start[target]), layout.a_pieces[target], a)
+                _put(image[layer], int(b_start[target]), layout.b_pieces[target], b.T)
 
 
 def _put(pages: Float[Array, "pages width"], start: int, pieces: int, vectors: Float[Array, "rank size"]) -> None:

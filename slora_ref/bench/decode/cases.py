@@ -9,8 +9,10 @@ from slora_ref.config.presets import parameters, preset
 from slora_ref.errors import ConfigError
 from slora_ref.options import MOST, check_whole
 from slora_ref.synthetic import AdapterKind
+from slora_ref.tp.split import all_reduce_elements, check_split
 
 BYTES_PER_S = 4.05e12  # an H200's measured copy rate, as in the figures that the rows are compared with
+LINK_BYTES_PER_S = 4.5e11  # NVLink 4 in each direction, the vendor's figure
 HALF = 2  # bytes of a number
 
 
@@ -25,6 +27,7 @@ class DecodeOptions:
         kind: of the adapters.
         prompt, output: tokens of every request; parts are timed in the middle of the output.
         dtype: of weights, activations and pool.
+        shards: GPUs that the model is split over.
     """
 
     model: str = "llama-7b"
@@ -34,10 +37,12 @@ class DecodeOptions:
     prompt: int = 128
     output: int = 128
     dtype: str = "float16"
+    shards: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what cannot be measured."""
-        preset(self.model)
+        check_whole(ConfigError, "shards", self.shards, 1, 64)
+        check_split(preset(self.model), self.shards)
         for name, values, least in (("batch", self.batches, 1), ("adapters", self.adapters, 0)):
             if not values:
                 raise ConfigError(f"{name} is empty; give at least one number")
@@ -50,7 +55,7 @@ class DecodeOptions:
         """Every batch with every number of adapters that it can hold."""
         context = self.prompt + self.output // 2
         return [
-            DecodeCase(preset(self.model), batch, adapters, self.kind, context)
+            DecodeCase(preset(self.model), batch, adapters, self.kind, context, self.shards)
             for batch in self.batches
             for adapters in self.adapters
             if adapters <= batch
@@ -73,6 +78,7 @@ class DecodeCase:
         config: of the model.
         batch, adapters: requests, and distinct adapters among them.
         context: tokens that each request attends over.
+        shards: that share the work.
     """
 
     config: ModelConfig
@@ -80,26 +86,29 @@ class DecodeCase:
     adapters: int
     kind: AdapterKind
     context: int
+    shards: int = 1
 
     def floors(self, tflops: float) -> dict[str, Floor]:
-        """Of the parts, at BYTES_PER_S and a measured rate of products."""
-        config = self.config
+        """Of the parts on one of the shards, at BYTES_PER_S, LINK_BYTES_PER_S and a measured rate of products."""
+        config, shards = self.config, self.shards
         weights = parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
         ranks = [self.kind.ranks[i % len(self.kind.ranks)] for i in range(self.adapters)]
         lora = [self.kind.numbers(config, rank) for rank in ranks]
         of_rows = sum(lora[row % self.adapters] for row in range(self.batch)) if self.adapters else 0
         keys = self.batch * self.context * config.num_layers
-        return {
-            "gemm": _floor(weights, 2 * self.batch * weights, tflops),
-            "lora": _floor(sum(lora), 2 * of_rows, tflops),
-            "attention": _floor(2 * keys * config.kv_width, 4 * keys * config.q_width, tflops),
-            "communication": Floor(0.0, 0.0),
+        work = {
+            "gemm": (weights, 2 * self.batch * weights),
+            "lora": (sum(lora), 2 * of_rows),
+            "attention": (2 * keys * config.kv_width, 4 * keys * config.q_width),
         }
+        floors = {name: _floor(numbers / shards, flops / shards, tflops) for name, (numbers, flops) in work.items()}
+        sums = (1 + 2 * config.num_layers) * all_reduce_elements(self.batch * config.hidden_size, shards)
+        return floors | {"communication": Floor(1e3 * HALF * sums / LINK_BYTES_PER_S, 0.0)}
 
     def floor_ms(self, tflops: float) -> float:
         """Of the step: all bytes."""
         return sum(floor.bytes_ms for floor in self.floors(tflops).values())
 
 
-def _floor(numbers: int, flops: int, tflops: float) -> Floor:
+def _floor(numbers: float, flops: float, tflops: float) -> Floor:
     return Floor(1e3 * HALF * numbers / BYTES_PER_S, 1e3 * flops / (tflops * 1e12))

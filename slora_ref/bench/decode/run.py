@@ -6,12 +6,12 @@ are without the host's time; `rest_ms` is what the step takes beyond them: small
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,22 @@ from slora_ref.bench.machine import matmul_tflops
 from slora_ref.config import EngineConfig
 from slora_ref.config.presets import preset
 from slora_ref.engine import Engine
+from slora_ref.engine.leader import GroupExecutor
 from slora_ref.executor import KernelExecutor
-from slora_ref.ops.tape import Tape
+from slora_ref.executor.timing import milliseconds
+from slora_ref.ops.tape import Part
 from slora_ref.request import SamplingParams
 from slora_ref.synthetic import write_adapters
 
 Say = Callable[[str], None]
 DISTINCT = 16  # weight sets; each name has pages of its own
-PARTS: dict[str, tuple[Any, ...]] = {"gemm": ("gemm",), "lora": ("lora",), "attention": ("attention",)}
+PARTS: dict[str, tuple[Part, ...]] = {
+    "gemm": ("gemm",),
+    "lora": ("lora",),
+    "attention": ("attention",),
+    "communication": ("communication", "lora_communication"),
+    "lora_communication": ("lora_communication",),
+}
 HEAD = f"{'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} {'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
 
 
@@ -43,6 +51,8 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
         EngineConfig(
             device="cuda",
             dtype=options.dtype,
+            shards=options.shards,
+            communicator="threads" if options.shards == 1 else "nccl",
             max_running=max(options.batches),
             max_batched_tokens=2048,
             max_length=options.prompt + options.output,
@@ -50,22 +60,20 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
             host_bytes=max(1 << 20, 2 * options.kind.folder_bytes(config, DISTINCT)),
         ),
     )
-    graph, tflops = importlib.import_module("slora_ref.ops.cuda_graph").CudaGraph, matmul_tflops()
+    tflops = matmul_tflops()
     with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
         sets = write_adapters(Path(folder), config, options.kind, DISTINCT, seed=0)
         for name in range(max(options.adapters)):
             engine.add_adapter(str(name), sets[name % DISTINCT])
         say(HEAD)
         for case in options.cases():
-            rows.append(measure(engine, case, options, tflops, graph))
+            rows.append(measure(engine, case, options, tflops))
             say(line(rows[-1]))
     return rows
 
 
-def measure(
-    engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float, graph: Callable[..., Any]
-) -> dict[str, Any]:
-    """Serves one batch to the end; `graph` captures a tape, to be timed."""
+def measure(engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float) -> dict[str, Any]:
+    """Serves one batch to the end."""
     params = SamplingParams(max_tokens=options.output, ignore_eos=True)
     vocab = case.config.vocab_size
     for i in range(case.batch):
@@ -81,8 +89,8 @@ def measure(
         if decodes:
             times.append(1e3 * (time.perf_counter() - started))
         if len(times) == options.output // 2 and not parts:
-            parts = _parts(engine, graph)
-    step, (gemm, lora, attention) = statistics.median(times), (parts[name] for name in PARTS)
+            parts = _parts(engine)
+    step, (gemm, lora, attention, communication, of_lora) = statistics.median(times), (parts[name] for name in PARTS)
     return {
         "model": options.model,
         "dtype": options.dtype,
@@ -91,31 +99,28 @@ def measure(
         "rank": list(case.kind.ranks) if len(case.kind.ranks) > 1 else case.kind.ranks[0],
         "targets": list(case.kind.targets),
         "context": case.context,
-        "shards": 1,
+        "shards": options.shards,
         "mode": "eager",
         "step_ms": step,
         "floor_ms": case.floor_ms(tflops),
         "gemm_ms": gemm,
         "lora_ms": lora,
         "attention_ms": attention,
-        "communication_ms": 0.0,
-        "rest_ms": step - gemm - lora - attention,
+        "communication_ms": communication,
+        "lora_communication_ms": of_lora,
+        "rest_ms": step - gemm - lora - attention - communication,
         "kernels_ms": parts["all"],
         "step_p99_ms": sorted(times)[int(0.99 * (len(times) - 1))],
         "part_floors": {name: asdict(floor) for name, floor in case.floors(tflops).items()},
     }
 
 
-def _parts(engine: Engine, graph: Callable[..., Any]) -> dict[str, float]:
+def _parts(engine: Engine) -> dict[str, float]:
     """Milliseconds of each part of the last step, and of all its launches together, each as one graph."""
     executor = engine.executor
-    assert isinstance(executor, KernelExecutor)
-    whole = Tape([*executor.last_layers.work, *executor.last_logits.work])
-    times = dict.fromkeys(PARTS, 0.0)
-    for name, kinds in PARTS.items():
-        tape = whole.only(*kinds)
-        times[name] = graph(executor.ops, tape).milliseconds() if tape.work else 0.0
-    return times | {"all": graph(executor.ops, whole).milliseconds()}
+    assert isinstance(executor, KernelExecutor | GroupExecutor)
+    time = executor.milliseconds if isinstance(executor, GroupExecutor) else partial(milliseconds, executor)
+    return {name: time(kinds) for name, kinds in PARTS.items()} | {"all": time()}
 
 
 def line(row: dict[str, Any]) -> str:

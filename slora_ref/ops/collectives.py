@@ -1,0 +1,52 @@
+"""StepCommunicator: collectives as work of a step, kept and repeated with its launches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from slora_ref.ops.kernel_backend import KernelBackend
+from slora_ref.ops.tape import Part
+from slora_ref.shapes import Array, Shaped
+from slora_ref.tp.communicator import Communicator, Purpose
+
+PARTS: dict[Purpose, Part] = {"base": "communication", "lora": "lora_communication"}
+
+
+class StepCommunicator(Communicator):
+    """A communicator for a model on kernels.
+
+    Args:
+        inner: moves the arrays of the device.
+        ops: the backend, whose tape keeps the collectives and whose memory takes their results.
+    """
+
+    def __init__(self, inner: Communicator, ops: KernelBackend) -> None:
+        super().__init__(inner.shard)
+        self.counts, self._inner, self._ops = inner.counts, inner, ops
+
+    def all_reduce(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, " *dims"]:
+        """As Communicator's; each repetition adds up what x holds then."""
+        if self.shard.count > 1:
+            self._ops.do(PARTS[purpose], partial(self._inner.reduce_in_place, x, purpose))
+        return x
+
+    def all_gather(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, "shards ..."]:
+        """As Communicator's; the result is good until the next gather of as many dimensions."""
+        if self.shard.count == 1:
+            return x[None]
+        gathered = self._ops.empty(f"gathered_{x.ndim}", (self.shard.count, *x.shape), x.dtype)
+        self._ops.do(PARTS[purpose], partial(self._inner.gather_into, x, gathered, purpose))
+        return gathered
+
+    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+        raise AssertionError("the inner communicator moves the arrays")
+
+    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+        raise AssertionError("the inner communicator moves the arrays")
+
+    def _broadcast(self, message: bytes | None) -> tuple[bytes, int]:
+        raise AssertionError("orders go through the inner communicator")
+
+    def fail(self, reason: str) -> None:
+        """Ends the group."""
+        self._inner.fail(reason)
