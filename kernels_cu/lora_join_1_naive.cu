@@ -1,5 +1,5 @@
-// computes: t = x A of a row from the columns of it that each shard has computed: column j comes from shard j / c, where
-//           it is column j % c; c = columns[slot, first + target] of the row's adapter, ceil(rank / shards)
+// computes: t = x A of a row from the columns of it that each shard has computed: column j comes from shard j / c, as
+//           its column j % c; c = columns[slot, first + target] of the row's adapter, ceil(rank / shards)
 // arrays: t [splits, rows, targets, t_columns]; parts [shards, splits, rows, targets, part_columns]; slots [rows], -1:
 //         none; columns [slots, all_targets] is a_page_rank of AdapterTables
 // map: a thread owns one number of t

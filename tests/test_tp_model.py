@@ -34,7 +34,6 @@ from slora_ref.tp.split import all_reduce_elements, lora_elements
 from slora_ref.tp.threads import thread_communicators
 
 RANKS = (1, 2, 3, 7, 8, 16, 64)
-KV_HEADS = (1, 2, 4, 8, 24)
 SHARDS = (2, 3, 4, 8)
 EQUAL = 1e-5
 POSITIONS = 64
@@ -104,8 +103,7 @@ def assert_equal(got: np.ndarray, want: np.ndarray) -> None:
     assert clear.mean() > 0.9 and (got.argmax(axis=1) == want.argmax(axis=1))[clear].all(), "greedy tokens differ"
 
 
-@pytest.mark.parametrize("kv_heads", KV_HEADS)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("kv_heads", "biased"), [(1, False), (2, True), (4, False), (8, True), (24, False)])
 def test_n_shards_are_one(kv_heads: int, biased: bool) -> None:
     """All ranks side by side in one batch, on all seven targets, with rows of the base model among them."""
     config = config_of(kv_heads, attention_bias=biased, mlp_bias=biased, tie_word_embeddings=biased)
@@ -144,7 +142,7 @@ def split_models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     return config, shards
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(model=split_models(), data=st.data())
 def test_n_shards_are_one_for_any_shape(model: tuple[ModelConfig, int], data: st.DataObject) -> None:
     config, shards = model
