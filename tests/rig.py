@@ -50,7 +50,7 @@ class Decision:
         waiting, running: before the step.
         resident: adapters that were there before and after, the base model among them.
         held: adapters whose pages could not be taken: pinned or loading.
-        orphans: those being loaded for a request that has ended.
+        orphans: those being loaded for a request that has ended, or whose turn has not come.
         pages: of adapters that are held or wanted.
         computed, known: by request number, tokens with keys and values, and tokens in all.
         admitted: in order of admission.
@@ -177,7 +177,7 @@ class Rig:
             running=running,
             resident=self._resident(),
             held=self.prefetcher.held,
-            orphans=self.orphans & self.prefetcher._loading.keys(),
+            orphans=(self.orphans | self.prefetcher._round) & self.prefetcher._loading.keys(),
             pages={i: self.prefetcher.pages_of(i) for i in self.prefetcher.held | self._wanted()} | {BASE_MODEL: 0},
             computed={s.number: s.computed for s in self.alive},
             known={s.number: len(s.tokens) for s in self.alive},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +20,15 @@ from tiny import write_adapter_folder
 
 from slora_ref.errors import LoadFailed
 from slora_ref.pager import PageLayout, PagePool
-from slora_ref.prefetch import ImmediateLoader, Prefetcher
+from slora_ref.prefetch import ImmediateLoader, Prefetcher, ThreadLoader
+from slora_ref.prefetch.eviction import CostAware
 from slora_ref.store import AdapterStore
 
 WEIGHTS = "adapter_model.safetensors"
 
 
 def prefetcher_of(
-    ranks: list[int], pages: int, max_adapters: int = 8, eviction: str = "lru", polls: int = 0
+    ranks: list[int], pages: int, max_adapters: int = 8, eviction: str = "lru", polls: int = 0, ahead: int = 0
 ) -> Prefetcher:
     """A prefetcher whose adapters 0, 1, ... have these ranks, and so 2 r pages; a load takes some polls."""
     layout = PageLayout(MODEL)
@@ -34,7 +38,7 @@ def prefetcher_of(
     for i, rank in enumerate(ranks):
         store.add(str(i), adapter_folder(rank))
         loader.polls[i] = polls
-    return Prefetcher(pool, store, loader, eviction)
+    return Prefetcher(pool, store, loader, eviction, ahead)
 
 
 def load(prefetcher: Prefetcher, *adapter_ids: int) -> None:
@@ -273,6 +277,197 @@ def test_a_fetch_that_fails_for_want_of_pages_changes_nothing() -> None:
     assert prefetcher.loader.started == [0, 1]
 
 
+# --- what is coming ---
+
+
+def test_what_is_coming_leaves_after_all_others_and_the_last_of_it_first() -> None:
+    """Class of fault: the load for one waiting request evicts the adapter that the next one needs."""
+    prefetcher = prefetcher_of([2, 2, 2, 2, 2], pages=16)
+    load(prefetcher, 0, 1, 2, 3)
+    prefetcher.expect([4, 0, 2])
+    load(prefetcher, 4)
+    assert resident(prefetcher) == {0, 2, 3, 4}, "1 is the oldest that nobody waits for"
+    assert prefetcher.make_room(4) and resident(prefetcher) == {0, 2, 4}
+    assert prefetcher.make_room(8) and resident(prefetcher) == {0, 4}
+    assert prefetcher.make_room(12) and resident(prefetcher) == {4}
+
+
+def test_a_round_of_loads_ahead_goes_in_order_as_far_as_pages_slots_and_its_size_allow() -> None:
+    for pages, slots, ahead, begun in ((100, 8, 9, 4), (100, 8, 2, 2), (100, 3, 9, 3), (11, 8, 9, 2), (7, 8, 9, 1)):
+        prefetcher = prefetcher_of([2, 3, 1, 2], pages=100, ahead=ahead, polls=1)
+        prefetcher.expect([1, 2, 0, 3])  # 6, 2, 4 and 4 pages
+        assert prefetcher.could_prefetch
+        prefetcher.prefetch(pages, slots)
+        assert prefetcher.loader.started == [1, 2, 0, 3][:begun], (pages, slots, ahead)
+        assert prefetcher.counts.loads_ahead == begun
+        prefetcher.check()
+
+
+def test_what_was_loaded_ahead_counts_against_the_next_round() -> None:
+    """So what waits for its turn never grows beyond the spare room, and stays until its turn."""
+    prefetcher = prefetcher_of([2, 2, 2], pages=100, ahead=1)
+    prefetcher.expect([0, 1, 2])
+    for begun in ([0], [0, 1], [0, 1], [0, 1]):
+        if prefetcher.could_prefetch:
+            prefetcher.prefetch(pages=8, slots=2)
+        prefetcher.poll()
+        assert prefetcher.loader.started == begun
+    prefetcher.pin(0)  # its turn: it is no longer spare room's
+    prefetcher.expect([1, 2])
+    prefetcher.prefetch(pages=8, slots=2)
+    assert prefetcher.loader.started == [0, 1, 2]
+
+
+def test_the_next_round_begins_when_the_last_has_ended() -> None:
+    prefetcher = prefetcher_of([1, 1, 1], pages=100, ahead=2)
+    prefetcher.loader.polls = {0: 0, 1: 2}
+    prefetcher.expect([0, 1, 2])
+    prefetcher.prefetch(100, 8)
+    prefetcher.poll()
+    assert prefetcher.is_resident(0) and not prefetcher.could_prefetch
+    prefetcher.poll()
+    prefetcher.poll()
+    assert prefetcher.is_resident(1) and prefetcher.could_prefetch
+
+
+def test_loads_ahead_evict_nothing_that_is_coming() -> None:
+    prefetcher = prefetcher_of([2, 2, 2, 2], pages=12, ahead=4)
+    load(prefetcher, 0, 1, 2)
+    prefetcher.expect([0, 3, 2])
+    prefetcher.prefetch(100, 8)
+    prefetcher.poll()
+    assert resident(prefetcher) == {0, 2, 3}
+    prefetcher.expect([0, 3, 2, 1])
+    prefetcher.prefetch(100, 8)
+    assert prefetcher.loader.started == [0, 1, 2, 3]
+
+
+def test_eager_keeps_what_is_coming_and_drops_it_when_it_is_not() -> None:
+    prefetcher = prefetcher_of([2, 2, 2], pages=20, eviction="eager", ahead=2)
+    prefetcher.expect([0, 1])
+    load(prefetcher, 0, 1)
+    for adapter_id in (0, 1):
+        prefetcher.pin(adapter_id)
+    prefetcher.expect([1])
+    for adapter_id in (0, 1):
+        prefetcher.unpin(adapter_id)
+    assert resident(prefetcher) == {1}
+    prefetcher.expect([2])
+    assert resident(prefetcher) == set()
+
+
+def test_what_is_dropped_is_no_longer_coming() -> None:
+    prefetcher = prefetcher_of([2, 2], pages=20, ahead=2)
+    prefetcher.expect([0, 1])
+    prefetcher.store.forget(prefetcher.store.remove("0"))
+    prefetcher.drop(0)
+    prefetcher.prefetch(100, 8)
+    assert prefetcher.loader.started == [1]
+
+
+# --- cost-aware eviction ---
+
+
+def use(prefetcher: Prefetcher, *adapter_ids: int) -> None:
+    """One request after the other, each there and gone."""
+    for adapter_id in adapter_ids:
+        if not prefetcher.is_resident(adapter_id):
+            load(prefetcher, adapter_id)
+        prefetcher.pin(adapter_id)
+        prefetcher.unpin(adapter_id)
+
+
+def test_the_cost_aware_policy_keeps_the_popular_where_lru_keeps_the_last() -> None:
+    for eviction, stays in (("lru", {1, 2}), ("cost", {0, 2})):
+        prefetcher = prefetcher_of([2, 2, 2], pages=8, eviction=eviction)
+        use(prefetcher, 0, 0, 0, 1)
+        use(prefetcher, 2)
+        assert resident(prefetcher) == stays, eviction
+
+
+def test_popularity_is_remembered_while_an_adapter_is_away() -> None:
+    prefetcher = prefetcher_of([2, 2, 2], pages=8, eviction="cost")
+    use(prefetcher, 0, 0, 0, 0)
+    prefetcher.make_room(8)
+    use(prefetcher, 1, 1, 0)
+    use(prefetcher, 2)
+    assert resident(prefetcher) == {0, 2}
+
+
+def test_popularity_fades() -> None:
+    """What was popular long ago gives way to what is used now; LFU without ageing would keep it for ever."""
+    prefetcher = prefetcher_of([2, 2, 2], pages=8, eviction="cost")
+    use(prefetcher, *[0] * 8)
+    for _ in range(4 * int(CostAware.HALF_LIFE)):
+        prefetcher._score.use(3)
+    use(prefetcher, 1, 1, 2)
+    assert resident(prefetcher) == {1, 2}
+
+
+def test_between_equally_popular_adapters_the_one_that_frees_most_for_its_cost_leaves() -> None:
+    prefetcher = prefetcher_of([4, 1, 1], pages=11, eviction="cost")
+    use(prefetcher, 0, 1, 2)
+    assert resident(prefetcher) == {1, 2}
+
+
+def test_a_version_that_is_gone_leaves_no_count_behind() -> None:
+    prefetcher = prefetcher_of([2], pages=8, eviction="cost")
+    use(prefetcher, 0)
+    prefetcher.store.forget(prefetcher.store.remove("0"))
+    prefetcher.drop(0)
+    assert prefetcher._score._popularity == {}
+
+
+# --- the loader with a thread ---
+
+
+def test_the_thread_loads_beside_the_step_and_in_order(tmp_path: Path) -> None:
+    prefetcher = prefetcher_of([2, 3, 1], pages=40)
+    bad = prefetcher.store.add("bad", write_adapter_folder(tmp_path / "bad", MODEL, 3, ["q_proj"]))
+    shutil.rmtree(tmp_path / "bad")
+    prefetcher.loader = ThreadLoader(prefetcher.pool, prefetcher.store)
+    for adapter_id in (0, bad.adapter_id, 1, 2):
+        assert prefetcher.fetch(adapter_id)
+    failures = []
+    while prefetcher.loading:
+        prefetcher.loader.wait()
+        failures += prefetcher.poll()
+    assert [adapter_id for adapter_id, _ in failures] == [bad.adapter_id]
+    assert isinstance(failures[0][1], LoadFailed) and "'bad' could not be loaded" in str(failures[0][1])
+    assert resident(prefetcher) == {0, 1, 2} and prefetcher.loader.seconds > 0
+    for adapter_id in range(3):
+        slot = prefetcher.pool.adapter_slot(adapter_id)
+        pages = prefetcher.pool.adapters.pages[slot, : prefetcher.pages_of(adapter_id)]
+        assert np.array_equal(prefetcher.pool.storage[:, pages], prefetcher.store.image(adapter_id))
+
+
+def test_what_breaks_on_the_thread_is_told_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetcher = prefetcher_of([3], pages=10)
+    prefetcher.loader = ThreadLoader(prefetcher.pool, prefetcher.store)
+    monkeypatch.setattr(prefetcher.pool, "write_adapter", lambda adapter_id, image: 1 / 0)
+    assert prefetcher.fetch(0)
+    prefetcher.loader.wait()
+    [(adapter_id, failure)] = prefetcher.poll()
+    assert adapter_id == 0 and isinstance(failure, LoadFailed) and "ZeroDivisionError" in str(failure)
+    prefetcher.check()
+    assert prefetcher.pool.usage().free == 10
+
+
+def test_the_thread_ends_with_its_loader() -> None:
+    """Class of fault: each engine that was ever made leaves a thread, and with it a pool."""
+    before = {thread.name for thread in threading.enumerate()}
+    prefetcher = prefetcher_of([3], pages=10)
+    prefetcher.loader = ThreadLoader(prefetcher.pool, prefetcher.store)
+    prefetcher.fetch(0)
+    prefetcher.loader.wait()
+    [thread] = [thread for thread in threading.enumerate() if thread.name not in before]
+    storage = weakref.ref(prefetcher.pool)
+    del prefetcher
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive() and storage() is None
+
+
 # --- check() itself ---
 
 DAMAGE: dict[str, Callable[[Prefetcher], object]] = {
@@ -284,6 +479,8 @@ DAMAGE: dict[str, Callable[[Prefetcher], object]] = {
     "an idle adapter is forgotten": lambda p: p._idle.remove(1),
     "a load is forgotten": lambda p: p._loading.clear(),
     "cancelled, and not loading": lambda p: p._cancelled.add(1),
+    "loaded ahead, and not loading": lambda p: p._round.add(1),
+    "idle adapters are out of order": lambda p: p._idle._in_order.insert(0, (9.0, 7)),
     "pages of an adapter are miscounted": lambda p: p._pages.__setitem__(0, 4),
     "the pool lost an adapter": lambda p: p.pool.close_adapter(0),
     "the pool has one adapter more": lambda p: p.pool.open_adapter(3, p.store.version(3).shape),
@@ -317,13 +514,16 @@ class PrefetcherMachine(RuleBasedStateMachine):
         pages=st.integers(4, 24),
         slots=st.integers(1, 4),
         eviction=st.sampled_from(["lru", "eager"]),
+        ahead=st.integers(0, 2),
     )
-    def start(self, ranks: list[int], pages: int, slots: int, eviction: str) -> None:
-        self.prefetcher = prefetcher_of(ranks, pages, slots, eviction)
+    def start(self, ranks: list[int], pages: int, slots: int, eviction: str, ahead: int) -> None:
+        self.prefetcher = prefetcher_of(ranks, pages, slots, eviction, ahead=ahead)
         self.ranks = dict(enumerate(ranks))  # by version
         self.loading: list[int] = []
         self.pins: dict[int, int] = {}
         self.idle: list[int] = []  # least recently used first
+        self.coming: list[int] = []
+        self.round: set[int] = set()
         self.dropped: set[int] = set()
 
     def present(self) -> list[int]:
@@ -334,8 +534,12 @@ class PrefetcherMachine(RuleBasedStateMachine):
         return self.prefetcher.pool.num_pages - sum(2 * self.ranks[i] for i in {*self.loading, *self.pins, *self.idle})
 
     def evict_for(self, pages: int, slots: int, keep: set[int]) -> bool:
-        """What must leave: oldest first, first for a slot, then for pages; nobody if it is not enough."""
-        leaving = [i for i in self.idle if i not in keep]
+        """What must leave, first for a slot, then for pages; nobody if it is not enough.
+
+        The oldest first, but after all others what is coming, the last of it first.
+        """
+        leaving = [i for i in self.idle if i not in {*keep, *self.coming}]
+        leaving += [i for i in reversed(self.coming) if i in self.idle and i not in keep]
         used = len(self.loading) + len(self.pins) + len(self.idle)
         must = max(0, used + slots - self.prefetcher.pool.max_adapters)
         if must > len(leaving) or self.free_pages() + sum(2 * self.ranks[i] for i in leaving) < pages:
@@ -359,6 +563,34 @@ class PrefetcherMachine(RuleBasedStateMachine):
         assert self.prefetcher.fetch(adapter_id, keep) == enough
         if enough:
             self.loading.append(adapter_id)
+
+    @rule(data=st.data())
+    def expect(self, data: st.DataObject) -> None:
+        self.coming = data.draw(st.lists(st.sampled_from(self.present()), unique=True)) if self.present() else []
+        self.prefetcher.expect(self.coming)
+        if self.prefetcher.eviction == "eager" and self.prefetcher.ahead:
+            self.idle = [i for i in self.idle if i in self.coming]
+
+    @rule(pages=st.integers(0, 20), slots=st.integers(0, 3))
+    def prefetch(self, pages: int, slots: int) -> None:
+        """In order, within the pages and slots that are given, and evicting nothing that is coming."""
+        missing = [i for i in self.coming if i not in {*self.loading, *self.pins, *self.idle}]
+        can = bool(self.prefetcher.ahead and missing) and not self.round & set(self.loading)
+        assert self.prefetcher.could_prefetch == can
+        if not can:
+            return
+        there, started = [i for i in self.coming if i in self.idle], len(self.prefetcher.loader.started)
+        self.prefetcher.prefetch(pages, slots)
+        self.round = set()
+        left = pages - sum(2 * self.ranks[i] for i in there)
+        for i in missing:
+            left -= 2 * self.ranks[i]
+            if left < 0 or len(self.round) >= min(slots - len(there), self.prefetcher.ahead):
+                break
+            if self.evict_for(2 * self.ranks[i], 1, set(self.coming)):
+                self.round.add(i)
+                self.loading.append(i)
+        assert set(self.prefetcher.loader.started[started:]) == self.round
 
     @rule()
     def poll(self) -> None:
@@ -396,7 +628,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.pins[adapter_id] -= 1
         if not self.pins[adapter_id]:
             del self.pins[adapter_id]
-            if self.prefetcher.eviction == "lru":
+            if self.prefetcher.eviction == "lru" or (self.prefetcher.ahead and adapter_id in self.coming):
                 self.idle.append(adapter_id)
 
     @rule(pages=st.integers(0, 26), data=st.data())
@@ -414,6 +646,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         store.forget(store.remove(name))
         self.prefetcher.drop(adapter_id)
         self.dropped.add(adapter_id)
+        self.coming = [i for i in self.coming if i != adapter_id]
         self.idle = [i for i in self.idle if i != adapter_id]
         self.ranks[store.add(name, adapter_folder(rank)).adapter_id] = rank
 

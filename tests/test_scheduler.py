@@ -140,7 +140,8 @@ def rig_options(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
         "chunked_prefill": draw(st.booleans()),
         "separate_prefill": draw(st.booleans()),
         "join_every": draw(st.sampled_from([1, 1, 2, 5])),
-        "eviction": draw(st.sampled_from(["lru", "eager"])),
+        "eviction": draw(st.sampled_from(["lru", "eager", "cost"])),
+        "prefetch": draw(st.sampled_from([0, 0, 1, 4])),
         "max_adapters": draw(st.integers(1, 4)),
     }
     return drawn | fixed
@@ -153,7 +154,8 @@ def most_steps(rig: Rig) -> int:
     for a load or for the step in which requests may join. With "expected" what was computed may be computed again.
     """
     longest_load = max(rig.loader.polls.values(), default=0)
-    alone = sum(s.peak_tokens + 2 + longest_load + rig.config.join_every for s in rig.alive)
+    loads = longest_load * (2 if rig.config.prefetch else 1)  # one round ahead may hold the room for a request's own
+    alone = sum(s.peak_tokens + 2 + loads + rig.config.join_every for s in rig.alive)
     return 1 + alone * (8 if rig.config.admission == "expected" else 1)
 
 
@@ -360,6 +362,73 @@ def test_at_most_max_running_run() -> None:
         rig.ask(Ask(None, 1, 4, 4))
     rig.step()
     assert ran(rig) == {0: 1, 1: 1, 2: 1}
+
+
+# --- loads ahead of their turn ---
+
+
+def test_adapters_are_there_when_their_requests_turn_comes() -> None:
+    """One runs at a time; behind it, two wait for two adapters, which are loaded meanwhile."""
+    rig = Rig(200, [2, 3, 4], max_running=1, max_batched_tokens=8, prefetch=2)
+    rig.loader.polls = dict.fromkeys(range(3), 2)
+    first, *others = [rig.ask(Ask(adapter, 2, 8, 8)) for adapter in range(3)]
+    rig.run_to_the_end(60)
+    assert first.adapter_wait_steps > 0
+    assert [s.adapter_wait_steps for s in others] == [0, 0]
+    assert (rig.prefetcher.counts.loads, rig.prefetcher.counts.loads_ahead, rig.prefetcher.counts.hits) == (3, 2, 2)
+
+
+def test_without_prefetch_each_waits_for_its_own() -> None:
+    rig = Rig(200, [2, 3, 4], max_running=1, max_batched_tokens=8, prefetch=0)
+    rig.loader.polls = dict.fromkeys(range(3), 2)
+    asked = [rig.ask(Ask(adapter, 2, 8, 8)) for adapter in range(3)]
+    rig.run_to_the_end(60)
+    assert all(s.adapter_wait_steps > 0 for s in asked)
+    assert (rig.prefetcher.counts.loads_ahead, rig.prefetcher.counts.hits) == (0, 0)
+
+
+def test_loads_ahead_take_no_page_that_the_running_will_need() -> None:
+    """Class of fault: prefetched adapters fill the pool, and the next decode finds no page (slora_facts.md 3.6).
+
+    The base model's request will hold 24 of 30 tokens: 12 pages are left, for one adapter of 10 pages, not for two.
+    """
+    rig = Rig(60, [5, 5, 5], max_running=2, max_batched_tokens=30, prefetch=4)
+    long = rig.ask(Ask(None, 4, 21, 21))
+    for adapter in range(3):
+        rig.ask(Ask(adapter, 10, 10, 10))  # no room beside the first
+    while not long.finished:
+        rig.step()
+        assert rig.prefetcher.resident + rig.prefetcher.loading <= 1
+    assert rig.prefetcher.counts.loads_ahead == 1 and rig.prefetcher.counts.evictions == 0
+    rig.run_to_the_end(100)
+    assert rig.prefetcher.counts.evictions <= 3
+
+
+def test_a_round_of_loads_ahead_delays_the_head_by_one_round_at_most() -> None:
+    """Their pages are nobody's spare room any more; but the next round begins only when the head has had its chance."""
+    rig = Rig(40, [5, 5, 5, 5], max_running=4, max_batched_tokens=20, prefetch=1)
+    rig.loader.polls = dict.fromkeys(range(4), 3)
+    rig.ask(Ask(None, 2, 4, 4))
+    head = rig.ask(Ask(0, 8, 8, 8))
+    for adapter in range(1, 4):
+        rig.ask(Ask(adapter, 8, 8, 8))
+    started = None
+    for step in range(30):
+        rig.step()
+        if started is None and head.slot is not None:
+            started = step
+    assert started is not None and started <= 4 + 2 * 4
+
+
+def test_the_waiting_of_a_request_for_its_adapter_is_counted_in_steps_and_in_time() -> None:
+    """Not the waiting for room before it, nor the steps after it has started; the rig's clock counts steps."""
+    rig = Rig(200, [2, 2], max_running=2, max_batched_tokens=30)
+    rig.loader.polls = {0: 4, 1: 0}
+    slow, quick, base = (rig.ask(Ask(adapter, 2, 3, 3)) for adapter in (0, 1, None))
+    rig.run_to_the_end(20)
+    assert (slow.adapter_wait_steps, slow.adapter_wait_s) == (5, 5.0)
+    assert (quick.adapter_wait_steps, quick.adapter_wait_s) == (1, 1.0)
+    assert (base.adapter_wait_steps, base.adapter_wait_s) == (0, 0.0)
 
 
 # --- refusals ---

@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Hashable
 
-import numpy as np
-
 from slora_ref.adapter.header import HeaderReader
 from slora_ref.adapter.load import check_finite, convert, read_weights
+from slora_ref.checkpoint.tensors import all_finite
 from slora_ref.config import ModelConfig
 from slora_ref.errors import LoadFailed
 from slora_ref.pager import PageLayout
@@ -72,7 +71,7 @@ class Disk:
     def _read(self, version: AdapterVersion, image: Float[Array, "layers pages width"]) -> None:
         stored = read_weights(version.header, self._headers)
         pack_into(image, stored, self._layout)
-        if not np.isfinite(image).all():
+        if not all_finite(image):
             check_finite(convert(stored, image.dtype), stored)
         self.reads += 1
         self.bytes_read += version.header.fingerprint.size

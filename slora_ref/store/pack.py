@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from slora_ref.adapter import Adapter
+from slora_ref.checkpoint.tensors import as_bits
 from slora_ref.config import TARGETS
 from slora_ref.pager import AdapterShape, PageLayout
 from slora_ref.shapes import Array, Float
@@ -43,6 +44,8 @@ def _put(pages: Float[Array, "pages width"], start: int, pieces: int, vectors: F
     """Cuts each vector into `pieces` pages; the tail of the last piece is zeros."""
     (rank, size), width = vectors.shape, pages.shape[1]
     rows = pages[start : start + rank * pieces].reshape(rank, pieces * width)
+    if rows.dtype == vectors.dtype:  # as integers: NumPy copies its own types faster than bfloat16
+        rows, vectors = as_bits(rows), as_bits(vectors)
     rows[:, :size] = vectors
     rows[:, size:] = 0
 
