@@ -1,13 +1,14 @@
-"""Loaders for tests: an adapter arrives when the test wants it to, or not at all."""
+"""Loaders and readers for tests: an adapter arrives when the test wants it to, or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from slora_ref.errors import LoadFailed
 from slora_ref.pager import PagePool
-from slora_ref.store import AdapterStore
+from slora_ref.store import AdapterStore, AdapterVersion
 
 
 class DelayedLoader:
@@ -66,3 +67,59 @@ class DelayedLoader:
         assert self._under_way, "waits for a load, and none is under way: a deadlock"
         passed = min(self._under_way.values())
         self._under_way = {adapter_id: left - passed for adapter_id, left in self._under_way.items()}
+
+
+class DelayedReader:
+    """Stands in for the thread of a store: a read ends after a number of polls, well or badly, as planned."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self.polls = 0  # that a read is not ready for
+        self.failing: set[int] = set()  # adapters whose reads fail
+        self._disk, self._host = store.disk, store.host
+        self._wanted: list[AdapterVersion] = []
+        self._current: AdapterVersion | None = None
+        self._left = 0
+        self._failures: list[tuple[int, LoadFailed]] = []
+        store._reader = self  # type: ignore[assignment]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read is under way, or a failure is not told yet."""
+        return self._current is not None or bool(self._failures)
+
+    def want(self, versions: Seq[AdapterVersion]) -> None:
+        """Replaces the list; the read under way goes on."""
+        self._wanted = list(versions)
+        self._begin()
+
+    def _begin(self) -> None:
+        failed = {adapter_id for adapter_id, _ in self._failures}
+        if self._current is None:
+            missing = (v for v in self._wanted if v.source not in self._host and v.adapter_id not in failed)
+            self._current, self._left = next(missing, None), self.polls
+
+    def failures(self) -> list[tuple[int, LoadFailed]]:
+        """One poll."""
+        if self._current is not None:
+            if self._left:
+                self._left -= 1
+            else:
+                self._read(self._current)
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _read(self, version: AdapterVersion) -> None:
+        self._current = None
+        keep = {wanted.source for wanted in self._wanted if wanted is not version}
+        try:
+            if version.adapter_id in self.failing:
+                raise LoadFailed(f"adapter {version.adapter_id} cannot be read, as planned")
+            if not self._disk.bring(version, keep):
+                self._wanted = []
+        except LoadFailed as failure:
+            self._failures.append((version.adapter_id, failure))
+        self._begin()
+
+    def wait(self) -> None:
+        """Lets time pass until the read under way is ready."""
+        self._left = 0

@@ -80,6 +80,8 @@ class Rig:
         ranks: of the registered adapters; one of rank r takes 2 r pages. They are named 0, 1, 2, ...
         policy: FCFS unless given.
         eviction: of idle adapters.
+        weights: whether the pool has storage and loads write into it; else they only count pages.
+        host_bytes: of the store.
         options: of EngineConfig.
     """
 
@@ -90,14 +92,17 @@ class Rig:
         policy: Policy | None = None,
         eviction: Any = "lru",
         max_adapters: int = 8,
+        weights: bool = False,
+        host_bytes: int = 1 << 20,
         **options: Any,
     ) -> None:
         options = {"prefetch": 0} | options
         self.config = EngineConfig(max_adapters=max_adapters, eviction=eviction, **options)
         layout = PageLayout(MODEL)
-        self.pool = PagePool(layout, pages, self.config.max_running, pages // 2 + 1, max_adapters, dtype=None)
-        self.store = AdapterStore(MODEL, layout)
-        self.loader = DelayedLoader()
+        sizes = (pages, self.config.max_running, pages // 2 + 1, max_adapters)
+        self.pool = PagePool(layout, *sizes, dtype=np.float32 if weights else None, poison=weights)
+        self.store = AdapterStore(MODEL, layout, np.float32, host_bytes)
+        self.loader = DelayedLoader(self.pool, self.store) if weights else DelayedLoader()
         self.prefetcher = Prefetcher(self.pool, self.store, self.loader, eviction, self.config.prefetch)
         self.scheduler = Scheduler(self.pool, self.prefetcher, policy or FCFS(), self.config)
         self.ranks = list(ranks)
@@ -159,8 +164,8 @@ class Rig:
             self._release(sequence)
         if step.work:
             self._run(step)
-        elif self.prefetcher.loading:
-            self.loader.wait()
+        elif self.prefetcher.waiting:
+            self.prefetcher.wait_for_any()
         self.check()
         return step
 
