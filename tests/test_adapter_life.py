@@ -72,8 +72,10 @@ class AdapterLife(RuleBasedStateMachine):
         eviction=st.sampled_from(["lru", "eager", "cost"]),
         prefetch=st.integers(0, 3),
         running=st.integers(1, 4),
+        late=st.integers(0, 3),
     )
-    def start(self, pages: int, slots: int, eviction: str, prefetch: int, running: int) -> None:
+    def start(self, pages: int, slots: int, eviction: str, prefetch: int, running: int, late: int) -> None:
+        self.late = late  # polls that a load takes unless it is planned otherwise
         self.temporary = tempfile.TemporaryDirectory(prefix="slora_ref_life_")
         self.root = Path(self.temporary.name)
         self.rig = Rig(
@@ -170,6 +172,7 @@ class AdapterLife(RuleBasedStateMachine):
     def remember(self, adapter_id: int, place: str) -> None:
         assert adapter_id not in self.known, "a number is used again"
         self.known[adapter_id] = Known(place, self.states[place], self.written[place])
+        self.rig.loader.polls[adapter_id] = self.late
 
     @rule(name=st.sampled_from(NAMES))
     def remove(self, name: str) -> None:
@@ -202,7 +205,17 @@ class AdapterLife(RuleBasedStateMachine):
 
     # --- requests ---
 
-    @rule(name=st.sampled_from([None, *NAMES, *NAMES]), prompt=st.integers(1, 6), tokens=st.integers(1, 6))
+    @rule(
+        names=st.lists(st.sampled_from([None, *NAMES, *NAMES]), min_size=1, max_size=6),
+        prompt=st.integers(1, 6),
+        tokens=st.integers(1, 6),
+        steps=st.integers(0, 3),
+    )
+    def ask_for(self, names: list[str | None], prompt: int, tokens: int, steps: int) -> None:
+        for name in names:
+            self.ask(name, prompt, tokens)
+        self.step(steps)
+
     def ask(self, name: str | None, prompt: int, tokens: int) -> None:
         ask = Ask(None if name is None else int(name), prompt, tokens, tokens)
         if name is not None and name not in self.rig.store.names:

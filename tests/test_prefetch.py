@@ -455,12 +455,12 @@ def test_what_breaks_on_the_thread_is_told_as_a_failure(monkeypatch: pytest.Monk
 
 def test_the_thread_ends_with_its_loader() -> None:
     """Class of fault: each engine that was ever made leaves a thread, and with it a pool."""
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     prefetcher = prefetcher_of([3], pages=10)
     prefetcher.loader = ThreadLoader(prefetcher.pool, prefetcher.store)
     prefetcher.fetch(0)
     prefetcher.loader.wait()
-    [thread] = [thread for thread in threading.enumerate() if thread.name not in before]
+    [thread] = set(threading.enumerate()) - before
     storage = weakref.ref(prefetcher.pool)
     del prefetcher
     gc.collect()

@@ -42,6 +42,11 @@ class Residency:
         """Pages that the adapter takes."""
         return self._pages[adapter_id] if adapter_id in self._pages else self.store.version(adapter_id).pages
 
+    def change_policy(self, eviction: Eviction) -> None:
+        """From now on idle adapters leave by another rule. Only while none is resident, since scores do not compare."""
+        assert not self._pages, f"{len(self._pages)} adapters have pages"
+        self.eviction, self._score = eviction, SCORES[eviction]()
+
     # --- use ---
 
     def pin(self, adapter_id: int) -> None:

@@ -1,0 +1,64 @@
+"""Meter: what the steps of a run had to move and to compute at the least, and what the pool held after each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slora_ref.batch import Batch
+from slora_ref.config.presets import parameters
+from slora_ref.engine import Engine
+from slora_ref.executor import Executor, StepResult
+from slora_ref.pager import PoolUsage
+from slora_ref.sampler import Sampling
+
+BYTES_PER_S = 4.05e12  # an H200's measured copy rate
+
+
+@dataclass
+class Meter:
+    """Stands between an engine and its executor.
+
+    Args:
+        engine: whose steps are counted.
+        tflops: measured rate of products; None: no floor is wanted.
+    """
+
+    engine: Engine
+    tflops: float | None
+    floor_s: float = 0.0  # of all steps: their bytes once, or their FLOPs, whichever takes longer
+    adapter_bytes: int = 0  # weights of the adapters of each step, summed over the steps
+    rows: int = 0
+    times: list[float] = field(default_factory=list)  # seconds on the engine's clock, after each step
+    usages: list[PoolUsage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Takes the executor's place."""
+        self._inner: Executor = self.engine.executor
+        self._weights = parameters(self.engine.model_config)
+        self._start = self.engine.clock.now()
+        self.engine.executor = self
+
+    def close(self) -> None:
+        """Gives the executor its place back."""
+        self.engine.executor = self._inner
+
+    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+        """Counts one step and has it run."""
+        pool = self.engine.pool
+        slots = batch.segments.adapter[batch.segments.adapter >= 0]
+        adapter_bytes = int((pool.adapters.pages[np.unique(slots)] >= 0).sum()) * pool.page_bytes
+        tokens = int(batch.spans.context.sum())
+        self.adapter_bytes += adapter_bytes
+        self.rows += len(batch.token_ids)
+        if self.tflops is not None:
+            moved = self._weights * pool.storage.itemsize + pool.layout.token_pages(tokens) * pool.page_bytes
+            flops = 2 * self._weights * len(batch.token_ids)
+            self.floor_s += max((moved + adapter_bytes) / BYTES_PER_S, flops / (self.tflops * 1e12))
+        return self._inner.run(batch, sampling)
+
+    def sample(self) -> None:
+        """After a step: what the pool holds."""
+        self.times.append(self.engine.clock.now() - self._start)
+        self.usages.append(self.engine.pool.usage())
