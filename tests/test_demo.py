@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slora_ref.bench.occupancy import FREE_COLOUR, KV_COLOUR
 from slora_ref.demo import DemoOptions, DemoReport, run_demo
 from slora_ref.demo.options import check_pool
-from slora_ref.demo.plot import ADAPTER_COLOURS, FREE_COLOUR, KV_COLOUR, page_image, stretches
+from slora_ref.demo.plot import ADAPTER_COLOURS, page_image, stretches
 from slora_ref.demo.questions import LONGEST_ANSWER, LONGEST_PROMPT, adapter_names, draw_questions
 from slora_ref.demo.verify import Verifier
 from slora_ref.demo.watch import live_line, pool_bar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,35 @@ def copy_gb_s(bytes_copied: int = 4_000_000_000, repeats: int = 10) -> float:
         end.synchronize()
         best = max(best, 2 * bytes_copied / cupy.cuda.get_elapsed_time(start, end) / 1e6)
     return best
+
+
+def link_gb_s(gpu: bool, nbytes: int = 1 << 28, repeats: int = 8) -> float:
+    """GB/s of one large copy from host memory to where the pool is, bytes counted once; the best of `repeats`.
+
+    On a GPU this is the link's peak, from pinned memory; on the CPU it is a copy within main memory.
+    """
+    if not gpu:
+        return max(_host_copy_gb_s(nbytes) for _ in range(repeats))
+    import cupy
+    import cupyx
+
+    source, target = cupyx.zeros_pinned(nbytes, np.uint8), cupy.zeros(nbytes, np.uint8)
+    best = 0.0
+    for _ in range(repeats):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        target.set(source)
+        end.record()
+        end.synchronize()
+        best = max(best, nbytes / cupy.cuda.get_elapsed_time(start, end) / 1e6)
+    return best
+
+
+def _host_copy_gb_s(nbytes: int) -> float:
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    started = time.perf_counter()
+    target[...] = source
+    return nbytes / (time.perf_counter() - started) / 1e9
 
 
 def matmul_tflops(size: int = 8192, repeats: int = 10) -> float:

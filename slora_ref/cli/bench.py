@@ -1,4 +1,4 @@
-"""`slora-ref bench host|kernels|decode`: measurements, each with the machine and the versions that made it."""
+"""`slora-ref bench WHAT`: measurements, each with the machine and the versions that made it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Callable
 from typing import Any
 
 from slora_ref.bench import bench_host, copy_gb_s, machine_facts
 from slora_ref.bench.decode.cases import DecodeOptions
 from slora_ref.bench.decode.run import bench_decode
+from slora_ref.cli.bench_serve import add_serving
 from slora_ref.cli.output import Screen, Subparsers, print_json
 from slora_ref.cli.values import numbers, words
 from slora_ref.config.presets import PRESETS
@@ -28,6 +30,7 @@ def add_parser(commands: Subparsers) -> None:
     benches = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _add(benches, "host", "policy, scheduler, allocator and tables, without a model", _host, on_gpu=False)
     _add(benches, "kernels", "the LoRA kernels, needs a GPU", _kernels)
+    add_serving(benches, _add)
     decode = _add(benches, "decode", "a decode step of a large model, part by part, needs a GPU", _decode)
     defaults, default = DecodeOptions(), "(default: %(default)s)"
     decode.add_argument("--model", choices=list(PRESETS), default=defaults.model, help=f"shape {default}")
@@ -82,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the measurement needs CuPy, and it is not installed.
     """
-    if args.on_gpu and importlib.util.find_spec("cupy") is None:
+    on_gpu = args.on_gpu or getattr(args, "device", "cpu") == "cuda"
+    if on_gpu and importlib.util.find_spec("cupy") is None:
         raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
     screen = Screen(args.json)
     rows = args.rows(args, _busy(screen))
@@ -91,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "bench": args.what,
-                "command": f"slora-ref bench {args.what} --json",
+                "command": shlex.join(["slora-ref", *args.argv]),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "machine": machine_facts(args.on_gpu),
-                "copy_gb_s": copy_gb_s() if args.on_gpu else None,
+                "machine": machine_facts(on_gpu),
+                "copy_gb_s": copy_gb_s() if on_gpu else None,
                 "rows": rows,
             }
         )

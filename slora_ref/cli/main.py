@@ -48,6 +48,7 @@ def _main(argv: Seq[str] | None) -> int:
     try:
         try:
             args = parser().parse_args(argv)
+            args.argv = sys.argv[1:] if argv is None else list(argv)
             name = f"slora-ref {args.command}"
             run: Callable[[argparse.Namespace], int] = args.run
             return run(args)

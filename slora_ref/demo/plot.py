@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slora_ref.bench.occupancy import (
+    ADAPTER_COLOUR,
+    EDGE_COLOUR,
+    FREE_COLOUR,
+    KV_COLOUR,
+    draw_occupancy,
+    save_figure,
+)
 from slora_ref.demo.watch import PoolWatch
-from slora_ref.errors import ConfigError
 from slora_ref.pager.census import FREE, KV
 from slora_ref.shapes import Array, Int
 
-# Told apart in grey too: dark, middle, light.
-KV_COLOUR, FREE_COLOUR, EDGE_COLOUR = "#1b4f72", "#f4f6f7", "#85929e"
-ADAPTER_COLOURS = ("#f0a030", "#e08a3c", "#e5984e", "#d0701c", "#e6ab5a")
+ADAPTER_COLOURS = (ADAPTER_COLOUR, "#e08a3c", "#e5984e", "#d0701c", "#e6ab5a")
 COLOURS = (FREE_COLOUR, KV_COLOUR, *ADAPTER_COLOURS)
-
-
-def check_plot(path: Path) -> None:
-    """Raises ConfigError before anything runs if the picture could not be drawn."""
-    folder = path.resolve().parent
-    if path.suffix != ".svg":
-        raise ConfigError(f"--plot {path}: the picture is an SVG file, so its name must end in .svg")
-    if not folder.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {folder}")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--plot {path}: the file cannot be written there")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib: pip install 'slora_ref[plots]', or in a checkout pip install -e '.[plots]'"
-        )
 
 
 def plot_pool(watch: PoolWatch, path: Path) -> None:
@@ -50,17 +38,16 @@ def plot_pool(watch: PoolWatch, path: Path) -> None:
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         pages, history = figure.subplots(1, 2, width_ratios=(1, 1.25))
         _draw_pages(pages, watch.fullest)
-        _draw_history(history, watch)
+        usages = watch.occupancy.usages
+        draw_occupancy(history, usages, np.arange(1, len(usages) + 2) - 0.5)  # step n from n - 1/2 to n + 1/2
+        history.set(title=f"the same pool over {len(usages)} steps", xlabel="step")
         swatches = [
             Patch(facecolor=ADAPTER_COLOURS[0], label="adapter weights (left: shades tell neighbours apart)"),
             Patch(facecolor=KV_COLOUR, label="keys and values"),
             Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label="free"),
         ]
         figure.legend(handles=swatches, loc="outside lower center", ncols=3, frameon=False)
-        try:
-            figure.savefig(path, format="svg", metadata={"Date": None, "Identifier": drawn_digest(watch)})
-        except OSError as error:
-            raise ConfigError(f"--plot {path}: {error.strerror or error}") from error
+        save_figure(figure, path, drawn_digest(watch))
 
 
 def drawn_digest(watch: PoolWatch) -> str:
@@ -87,19 +74,6 @@ def _draw_pages(axes: Any, owners: Int[Array, " pages"]) -> None:
     axes.set_title(f"one pool of {len(owners):,} pages, when sequences held most")
     axes.set_xlabel("page (100 a line)")
     axes.set_ylabel("line")
-
-
-def _draw_history(axes: Any, watch: PoolWatch) -> None:
-    usages = watch.occupancy.usages
-    edges = np.arange(1, len(usages) + 2) - 0.5  # step n from n - 1/2 to n + 1/2; steps are counted from 1
-    adapter, used = np.array([(u.adapter, u.adapter + u.kv) for u in usages]).reshape(-1, 2).T
-    axes.stairs(adapter, edges, fill=True, color=ADAPTER_COLOURS[0])
-    axes.stairs(used, edges, baseline=adapter, fill=True, color=KV_COLOUR)
-    axes.stairs([len(watch.fullest)] * len(used), edges, baseline=used, fill=True, color=FREE_COLOUR)
-    axes.set_title(f"the same pool over {len(usages)} steps")
-    axes.set_xlabel("step")
-    axes.set_ylabel("pages")
-    axes.margins(0)
 
 
 def page_image(owners: Int[Array, " pages"], columns: int = 100) -> Int[Array, "rows columns"]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from slora_ref.bench.occupancy import check_plot
 from slora_ref.config import EngineConfig
 from slora_ref.demo.options import DemoOptions, check_pool
-from slora_ref.demo.plot import check_plot, plot_pool
+from slora_ref.demo.plot import plot_pool
 from slora_ref.demo.questions import LONGEST_ANSWER, Question, adapter_names, draw_questions
 from slora_ref.demo.report import DemoReport, summarize
 from slora_ref.demo.verify import Verdict, Verifier

@@ -15,7 +15,7 @@ from slora_ref.toy import MODEL_FOLDER
 
 Popularity = Literal["uniform", "zipf"]
 TOY_LENGTHS, PAPER_LENGTHS = (8, 64), (8, 512)
-TOY_POOL_PAGES, TOY_RESIDENT = 7000, 48  # a pool for a few dozen adapters, as in the demo
+TOY_POOL_PAGES, TOY_RESIDENT = 16_000, 128  # a few times as many adapters as can run, as on a large GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ServeOptions:
         lengths: [low, high) of prompts and of answers, in tokens; None: the paper's 8 to 512, shorter for the toy.
         eviction: policies; `serve` takes the first.
         prefetch: see EngineConfig.
-        max_running, max_batched_tokens: see EngineConfig.
+        max_running, max_batched_tokens: see EngineConfig; None: 128 and 2048, for the toy 16 and 256.
         seed: of lengths, popularity, arrivals and weights.
     """
 
@@ -54,8 +54,8 @@ class ServeOptions:
     lengths: tuple[int, int] | None = None
     eviction: tuple[Eviction, ...] = EVICTIONS
     prefetch: int = 16
-    max_running: int = 64
-    max_batched_tokens: int = 512
+    max_running: int | None = None
+    max_batched_tokens: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -99,8 +99,8 @@ class ServeOptions:
             dtype=self.dtype,
             pool_pages=TOY_POOL_PAGES if self.is_toy else None,
             max_adapters=TOY_RESIDENT if self.is_toy else 1024,
-            max_running=self.max_running,
-            max_batched_tokens=self.max_batched_tokens,
+            max_running=self.max_running or (16 if self.is_toy else 128),
+            max_batched_tokens=self.max_batched_tokens or (256 if self.is_toy else 2048),
             max_length=2 * self.bounds[1],
             host_bytes=int(self.host_gb * 1e9),
             share_host_copies=not self.own_copies,

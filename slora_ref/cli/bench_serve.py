@@ -1,0 +1,86 @@
+"""`slora-ref bench serve|load`: an engine under traffic, on the CPU with the toy or on a GPU with a large model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slora_ref.bench.occupancy import check_plot, plot_occupancy
+from slora_ref.bench.serve import ServeOptions, bench_load, bench_serve
+from slora_ref.bench.serve.session import Run
+from slora_ref.cli.output import Subparsers
+from slora_ref.cli.values import numbers, words
+from slora_ref.config.presets import PRESETS
+from slora_ref.prefetch import EVICTIONS
+from slora_ref.synthetic import AdapterKind
+
+Say = Callable[[str], None]
+Rows = list[dict[str, Any]]
+AddBench = Callable[..., argparse.ArgumentParser]
+
+
+def add_serving(benches: Subparsers, add: AddBench) -> None:
+    """Adds both measurements; `add` makes a parser for one."""
+    serve = add(benches, "serve", "throughput by number of registered adapters", run_serve, on_gpu=False)
+    load = add(benches, "load", "loads of adapters by eviction policy, against the link", run_load, on_gpu=False)
+    for parser in (serve, load):
+        _add_options(parser)
+    load.set_defaults(popularity="zipf")
+    serve.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what the pool held in the last run")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    defaults, default = ServeOptions(), "(default: %(default)s)"
+    add = parser.add_argument
+    add("--model", choices=["toy", *PRESETS], default=defaults.model, help=f"the toy, or a shape {default}")
+    add("--device", choices=["cpu", "cuda"], default=defaults.device, help=f"where it runs {default}")
+    add("--dtype", default=defaults.dtype, help=f"of all numbers {default}")
+    add("--registered", type=numbers, nargs="+", metavar="N", help="adapters, one row each (default: 5 100 2000 10000)")
+    add("--requests", type=int, default=defaults.requests, help=f"in each run {default}")
+    add("--rate", type=float, help="requests a second; without it, all come at once")
+    add("--popularity", choices=["uniform", "zipf"], default=defaults.popularity, help=f"of the adapters {default}")
+    add("--ranks", type=numbers, default=defaults.kind.ranks, metavar="LIST", help="given out in turn")
+    add("--targets", type=words, default=defaults.kind.targets, metavar="LIST", help="such as q_proj")
+    add("--distinct", type=int, default=defaults.distinct, help=f"folders that the names share {default}")
+    add("--own-copies", action="store_true", help="one entry in host memory for each name, not for each folder")
+    add("--host-gb", type=float, default=defaults.host_gb, help=f"host memory for adapters {default}")
+    add("--lengths", type=numbers, metavar="LOW,HIGH", help="tokens of prompts and of answers, HIGH left out")
+    add("--eviction", type=words, default=EVICTIONS, metavar="LIST", help="policies; serve takes the first")
+    add("--prefetch", type=int, default=defaults.prefetch, help=f"adapters loaded ahead at once {default}")
+    add("--max-running", type=int, help="requests in a step (default: 128, for the toy 16)")
+    add("--max-batched-tokens", type=int, help="rows in a step (default: 2048, for the toy 256)")
+    add("--seed", type=int, default=defaults.seed, help=f"of everything that is drawn {default}")
+
+
+def options_of(args: argparse.Namespace) -> ServeOptions:
+    """The options that were given.
+
+    Raises:
+        ConfigError: they cannot be measured.
+    """
+    taken = """model device dtype requests rate popularity distinct own_copies host_gb lengths eviction prefetch
+    max_running max_batched_tokens seed""".split()
+    given: dict[str, Any] = {name: getattr(args, name) for name in taken}
+    if args.registered is not None:
+        given["registered"] = sum(args.registered, ())
+    return ServeOptions(**given, kind=AdapterKind(args.ranks, args.targets))
+
+
+def run_load(args: argparse.Namespace, say: Say) -> Rows:
+    """Loads by policy."""
+    return bench_load(say, options_of(args))
+
+
+def run_serve(args: argparse.Namespace, say: Say) -> Rows:
+    """Throughput; with --plot also the picture of the last run."""
+    options = options_of(args)
+    if args.plot is None:
+        return bench_serve(say, options)
+    check_plot(args.plot)
+    runs: list[Run] = []
+    rows = bench_serve(say, options, runs.append)
+    title = f"{rows[-1]['registered']:,} adapters registered, {rows[-1]['adapters']:,} asked for"
+    plot_occupancy(args.plot, title, runs[-1].meter.times, runs[-1].meter.usages)
+    return rows
