@@ -59,7 +59,8 @@ def host_table() -> str:
     rows.append(f"| allocate {pages:,} pages | pools of {pools} pages | {times} us |")
     for row in result["rows"]:
         if row["operation"] == "step":
-            size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['pool_pages']:,} pages"
+            size = f"{row['running']:.0f} running, {row['adapters']:,} adapters registered, {row['asked']:,} asked for"
+            size += f", {row['pool_pages']:,} pages"
             rows.append(f"| policy, scheduler, allocator, tables: one step | {size} | {row['us']:.0f} us |")
     return "\n".join([*rows, "", measured_by(result)])
 

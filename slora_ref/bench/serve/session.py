@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,13 +105,18 @@ def warm(engine: Engine) -> None:
 
 
 @contextmanager
-def open_session(options: ServeOptions, tflops: float | None = None) -> Iterator[Session]:
+def open_session(options: ServeOptions, tflops: float | None = None, inline: bool = False) -> Iterator[Session]:
     """An engine and folders of adapters with random weights, which are deleted at the end.
+
+    Args:
+        inline: adapters are read and loaded within the steps, so that counts are the same in every run.
 
     Raises:
         ConfigError: the disk, the host or the device has not that much room.
     """
     config, engine_config = options.model_config(), options.engine_config()
+    if inline:
+        engine_config = replace(engine_config, loading="inline")
     with TemporaryDirectory(prefix="slora_ref_bench_") as folder:
         count = min(options.distinct, max(options.registered))
         folders = write_adapters(Path(folder), config, options.kind, count, options.seed)
