@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,16 +87,31 @@ class OneAtATime(HostKernels):
             super().run(*launch)
 
 
-def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, by the kernels through g++: launches and collectives of a bucket are kept, and repeated."""
-    shards = 4
+def kernel_engine(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], **options: object) -> Engine:
+    """An engine whose shards compute by the kernels, through g++."""
 
     def on_kernels(config: EngineConfig, _: Shard) -> KernelDevice:
         return KernelDevice(config, HostOps(np.float32, kernels=OneAtATime(), shards=config.shards))
 
     for module in ("build", "follower"):
         monkeypatch.setattr(f"slora_ref.engine.{module}.open_device", on_kernels)
-    engine = new_engine({name: name for name in ADAPTERS}, shards=shards, pool_pages=1300, max_adapters=3)
+    return new_engine({name: name for name in names}, **options)
+
+
+def test_only_what_some_adapter_changes_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter of q and v: a gather in each layer, and nothing for o, gate, up and down."""
+    engine = kernel_engine(monkeypatch, ["qv"], shards=2)
+    number = engine.add_request([5, 6, 7], PARAMS, "qv")
+    assert_right(run_to_end(engine)[number], "qv", PARAMS)
+    parts = [part for part, _ in engine.executor._executor.last_layers.work]
+    assert parts.count("lora_communication") == CONFIG.num_layers
+    assert parts.count("communication") == 1 + 2 * CONFIG.num_layers  # embedding, o, down
+
+
+def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in NumPy; launches and collectives of a bucket are kept, and repeated."""
+    shards = 4
+    engine = kernel_engine(monkeypatch, ADAPTERS, shards=shards, pool_pages=1300, max_adapters=3)
     asks = [("x", [5, 6, 7]), ("z", [*range(20)]), (None, [9]), ("layers", [1, 2]), ("o", [3]), ("qv", [4] * 9)]
     ids = {engine.add_request(prompt, PARAMS, name): name for name, prompt in asks}
     done = run_to_end(engine)

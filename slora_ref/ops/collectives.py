@@ -26,7 +26,7 @@ class StepCommunicator(Communicator):
 
     def all_reduce(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, " *dims"]:
         """As Communicator's; each repetition adds up what x holds then."""
-        if self.shard.count > 1:
+        if self.shard.count > 1 and x.size:
             self._ops.do(PARTS[purpose], partial(self._inner.reduce_in_place, x, purpose))
         return x
 
@@ -35,7 +35,8 @@ class StepCommunicator(Communicator):
         if self.shard.count == 1:
             return x[None]
         gathered = self._ops.empty(f"gathered_{x.ndim}", (self.shard.count, *x.shape), x.dtype)
-        self._ops.do(PARTS[purpose], partial(self._inner.gather_into, x, gathered, purpose))
+        if x.size:
+            self._ops.do(PARTS[purpose], partial(self._inner.gather_into, x, gathered, purpose))
         return gathered
 
     def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:

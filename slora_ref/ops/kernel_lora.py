@@ -57,10 +57,10 @@ class KernelLora(KernelBackend):
         """
         step, targets = self._lora_step(tables, segments, len(x)), self._targets(group)
         columns = step.a_columns if OVER_RANK[group.targets[0]] else step.t_columns
+        unused = step.targets.isdisjoint(group.targets)  # then t is nothing, and shards need not send it
         splits = SHRINK_SPLITS["mbgmm" if step.plan.shared else "mbgmv"]
-        shape = (splits, len(x), len(group.targets), columns)
-        t = self.empty("t", shape, np.float32)
-        if step.targets.isdisjoint(group.targets):
+        t = self.empty("t", (splits, len(x), len(group.targets), 0 if unused else columns), np.float32)
+        if unused:
             return t
         if step.plan.single:
             part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.a_rows[layer, targets]
@@ -79,7 +79,7 @@ class KernelLora(KernelBackend):
         group: LoraGroup,
     ) -> Float[Array, "splits rows targets t_columns"]:
         """t from the columns of it that each shard has computed."""
-        if len(parts) == 1:
+        if len(parts) == 1 or not parts.size:
             return parts[0]
         _, splits, rows, targets, _ = parts.shape
         step = self._lora_step(tables, segments, rows)
