@@ -145,6 +145,17 @@ def test_query_heads_and_ffn_must_divide() -> None:
         PageLayout(config_of(1, intermediate_size=100), Shard(0, 8))
 
 
+@pytest.mark.parametrize(("hidden", "shards", "right"), [(64, 8, True), (64, 4, True), (64, 3, False), (60, 3, False)])
+def test_on_a_gpu_a_shards_columns_start_aligned(hidden: int, shards: int, right: bool) -> None:
+    config = config_of(24, hidden_size=hidden)
+    check_split(config, shards)
+    if right:
+        check_split(config, shards, multiple=8)
+        return
+    with pytest.raises(ConfigError, match=f"hidden_size is {hidden}; on a GPU it and a shard's part of it must be"):
+        check_split(config, shards, multiple=8)
+
+
 @given(shards=SHARDS, hidden=st.integers(1, 50))
 def test_the_hidden_columns_are_owned_once_each(shards: int, hidden: int) -> None:
     owners = np.zeros(hidden, int)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from slora_ref.checkpoint import float_dtype
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.engine.follower import follow
 from slora_ref.engine.leader import Leader
 from slora_ref.engine.orders import Order
 from slora_ref.errors import ConfigError
 from slora_ref.pager import PagePool
+from slora_ref.pager.layout import ROW_ALIGNMENT_BYTES
 from slora_ref.tp import check_split
 from slora_ref.tp.communicator import Alone, Communicator
 from slora_ref.tp.mpi import MpiCommunicator
@@ -24,7 +26,8 @@ def open_group(model: ModelConfig, config: EngineConfig) -> Leader:
     Raises:
         ConfigError: the model cannot be split so, or there are not so many processes.
     """
-    check_split(model, config.shards)
+    multiple = ROW_ALIGNMENT_BYTES // float_dtype(config.dtype).itemsize if config.device == "cuda" else 1
+    check_split(model, config.shards, multiple)
     return Leader(_communicator(config), stops=config.communicator != "mpi")
 
 

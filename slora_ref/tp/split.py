@@ -38,8 +38,12 @@ OVER_RANK = np.array([target not in BY_ROWS for target in range(len(TARGETS))])
 """[targets] whether A is split along its rank."""
 
 
-def check_split(config: ModelConfig, shards: int) -> None:
-    """Raises ConfigError, with the rule, for a model that cannot be split over so many shards."""
+def check_split(config: ModelConfig, shards: int, multiple: int = 1) -> None:
+    """Raises ConfigError, with the rule, for a model that cannot be split over so many shards.
+
+    Args:
+        multiple: of numbers at which a shard's columns must start: 16 bytes of them for a GPU's vector loads.
+    """
     for name, size in (("query heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
         if size % shards:
             raise ConfigError(f"{shards} shards: {name} is {size}, which must be a multiple of the shards")
@@ -48,6 +52,11 @@ def check_split(config: ModelConfig, shards: int) -> None:
         raise ConfigError(
             f"{shards} shards: the model has {kv_heads} KV heads, which must be a multiple of the shards, or divide "
             "them (then each is held by several shards)"
+        )
+    if shards > 1 and (config.hidden_size % multiple or -(-config.hidden_size // shards) % multiple):
+        raise ConfigError(
+            f"{shards} shards: hidden_size is {config.hidden_size}; on a GPU it and a shard's part of it must be "
+            f"multiples of {multiple}"
         )
 
 
