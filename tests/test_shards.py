@@ -28,6 +28,7 @@ from serving import ADAPTERS, CONFIG, adapter_folder, assert_all_free, assert_ri
 from tiny import tiny_config, write_adapter_folder, write_model_folder
 
 from slora_ref import Engine, EngineConfig, SamplingParams
+from slora_ref.demo import DemoOptions, run_demo
 from slora_ref.engine.devices import KernelDevice
 from slora_ref.engine.follower import Follower, follow
 from slora_ref.engine.leader import agree, stop
@@ -432,6 +433,14 @@ def alive(seed: str) -> list[int]:
             if words[1:3] == [b"-m", b"slora_ref"] and seed.encode() in words:
                 found.append(int(folder.name))
     return found
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_demo_says_what_shards_have_sent(shards: int) -> None:
+    report = run_demo(DemoOptions(adapters=60, requests=12, shards=shards), lambda _: None)
+    assert not report.failed and report.shards == shards
+    assert ("messages of a shard" in report.table()) == (shards > 1)
+    assert 0 < report.lora_bytes_sent < report.bytes_sent if shards > 1 else report.bytes_sent == 0
 
 
 @needs_mpi

@@ -11,7 +11,9 @@ from slora_ref.demo.questions import Question
 from slora_ref.demo.verify import Verdict
 from slora_ref.demo.watch import LEGEND, PoolWatch
 from slora_ref.engine import Completion, Engine
+from slora_ref.engine.leader import GroupExecutor
 from slora_ref.metrics import percentile
+from slora_ref.tp.communicator import Counts
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class DemoReport:
     evictions: int
     preemptions: int
     bytes_loaded: int
+    bytes_sent: int
+    lora_bytes_sent: int
     max_logit_error: float
     samples: tuple[tuple[str, str, str], ...]
     history: tuple[str, ...]
@@ -126,7 +130,15 @@ class DemoReport:
             ("waited for their adapter", f"the other {self.adapter_waits:,}; those that wait together share one load"),
             ("adapters loaded", f"{self.adapter_loads:,} times ({megabytes:.1f} MB), evicted {self.evictions:,} times"),
             ("requests preempted", f"{self.preemptions:,}"),
+            *self._shard_rows(),
         ]
+
+    def _shard_rows(self) -> list[tuple[str, str]]:
+        """What a shard has sent to the others, where there are others."""
+        if self.shards == 1:
+            return []
+        sent, share = self.bytes_sent / 1e6, self.lora_bytes_sent / self.bytes_sent
+        return [("messages of a shard", f"{sent:.1f} MB, {share:.0%} of them LoRA's ({self.shards} shards)")]
 
 
 def _ms(seconds: float | None) -> str:
@@ -146,6 +158,7 @@ def summarize(
     first = [done.first_token_at - done.arrival for done in completions if done.first_token_at is not None]
     tokens = sum(len(done.token_ids) for done in completions)
     counts, occupancy = engine.prefetcher.counts, watch.occupancy
+    sent = engine.executor.counts if isinstance(engine.executor, GroupExecutor) else Counts()
     return DemoReport(
         model="toy",
         device=engine.scheduler.config.device,
@@ -172,6 +185,8 @@ def summarize(
         evictions=counts.evictions,
         preemptions=engine.scheduler.preemptions,
         bytes_loaded=counts.bytes_loaded,
+        bytes_sent=sum(sent.nbytes.values()),
+        lora_bytes_sent=sent.lora_nbytes,
         max_logit_error=float(np.max([verdict.logit_error for verdict in verdicts])),  # a NaN stays one
         samples=tuple((question.adapter, question.prompt, done.text) for question, done, _ in asked[:8]),
         history=tuple(watch.history()),

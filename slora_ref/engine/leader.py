@@ -24,7 +24,7 @@ from slora_ref.pager import PagePool
 from slora_ref.prefetch import Loader
 from slora_ref.sampler import Sampling
 from slora_ref.store import AdapterStore
-from slora_ref.tp.communicator import Communicator
+from slora_ref.tp.communicator import Communicator, Counts
 
 REPORT_BYTES = 512  # of a shard's failure, cut to this; the same for all, since it is gathered
 
@@ -113,6 +113,11 @@ class GroupExecutor:
 
     def __init__(self, leader: Leader, executor: Executor) -> None:
         self._leader, self._executor = leader, executor
+
+    @property
+    def counts(self) -> Counts:
+        """What shard 0 has sent."""
+        return self._leader.communicator.counts
 
     def milliseconds(self, parts: Collection[Part] = ()) -> float:
         """Of parts of the last step, on all shards at once; see executor/timing.py."""
