@@ -37,6 +37,7 @@ class ServeOptions:
         eviction: policies; `serve` takes the first.
         prefetch: see EngineConfig.
         max_running, max_batched_tokens: see EngineConfig; None: 128 and 2048, for the toy 16 and 256.
+        shards: tensor-parallel workers.
         seed: of lengths, popularity, arrivals and weights.
     """
 
@@ -56,6 +57,7 @@ class ServeOptions:
     prefetch: int = 16
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    shards: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class ServeOptions:
             host_bytes=int(self.host_gb * 1e9),
             share_host_copies=not self.own_copies,
             prefetch=self.prefetch,
+            shards=self.shards,
             eviction=self.eviction[0],
             seed=self.seed,
         )

@@ -27,7 +27,8 @@ def bench_serve(
     Args:
         after_run: takes each run, for a picture.
     """
-    tflops = matmul_tflops() if options.device == "cuda" else None
+    on_gpu = options.device == "cuda"
+    tflops, link = matmul_tflops() if on_gpu else None, link_gb_s(on_gpu)
     rows: list[dict[str, Any]] = []
     say(SERVE_HEAD)
     with open_session(options, tflops) as session:
@@ -36,7 +37,7 @@ def bench_serve(
             run = session.run(registered, options.eviction[0])
             first = first or run
             after_run(run)
-            rows.append(_serve_row(options, run, first))
+            rows.append(_serve_row(options, run, first, link))
             say(_serve_line(rows[-1]))
     return rows
 
@@ -49,12 +50,12 @@ def bench_load(say: Say, options: ServeOptions) -> list[dict[str, Any]]:
     with open_session(options) as session:
         for registered in options.registered:
             for eviction in options.eviction:
-                rows.append(_load_row(options, session.run(registered, eviction), eviction, link))
+                rows.append(_common(options, session.run(registered, eviction), eviction, link))
                 say(_load_line(rows[-1]))
     return rows
 
 
-def _common(options: ServeOptions, run: Run) -> dict[str, Any]:
+def _common(options: ServeOptions, run: Run, eviction: str, link: float) -> dict[str, Any]:
     """What both measurements say of a run."""
     counts, waits = run.counts, [one.adapter_wait_steps for one in run.completions]
     return {
@@ -65,6 +66,7 @@ def _common(options: ServeOptions, run: Run) -> dict[str, Any]:
         "popularity": options.popularity,
         "requests": len(run.completions),
         "rate": options.rate,
+        "policy": eviction,
         "loads": counts.loads,
         "loads_ahead": counts.loads_ahead,
         "bytes": counts.bytes_loaded,
@@ -74,6 +76,8 @@ def _common(options: ServeOptions, run: Run) -> dict[str, Any]:
         "waiting_p99_s": percentile([one.adapter_wait_s for one in run.completions], 99),
         "stalled_s": counts.stalled_s,
         "load_s": run.load_s,
+        "gb_s": counts.bytes_loaded / run.load_s / 1e9 if run.load_s else None,
+        "link_gb_s": link,
         "hidden_fraction": max(0.0, 1 - counts.stalled_s / run.load_s) if run.load_s else None,
         "reads": run.reads,
         "bytes_read": run.bytes_read,
@@ -83,16 +87,16 @@ def _common(options: ServeOptions, run: Run) -> dict[str, Any]:
     }
 
 
-def _serve_row(options: ServeOptions, run: Run, first: Run) -> dict[str, Any]:
+def _serve_row(options: ServeOptions, run: Run, first: Run, link: float) -> dict[str, Any]:
     tokens = sum(len(one.token_ids) for one in run.completions)
     firsts = [one.first_token_at - one.arrival for one in run.completions if one.first_token_at is not None]
     extra_s = (run.meter.adapter_bytes - first.meter.adapter_bytes) / BYTES_PER_S
     on_gpu = options.device == "cuda"
-    return _common(options, run) | {
+    return _common(options, run, options.eviction[0], link) | {
         "adapters": len({one.adapter for one in run.completions}),
         "distinct": options.distinct,
         "own_copies": options.own_copies,
-        "shards": 1,
+        "shards": options.shards,
         "requests_per_s": run.requests_per_s,
         "output_tokens_per_s": tokens / run.seconds,
         "first_token_p50_s": percentile(firsts, 50),
@@ -102,11 +106,6 @@ def _serve_row(options: ServeOptions, run: Run, first: Run) -> dict[str, Any]:
         "of_first": run.requests_per_s / first.requests_per_s,
         "loss_by_bytes": extra_s / (first.seconds + extra_s) if on_gpu else None,
     }
-
-
-def _load_row(options: ServeOptions, run: Run, eviction: str, link: float) -> dict[str, Any]:
-    gb_s = run.counts.bytes_loaded / run.load_s / 1e9 if run.load_s else None
-    return _common(options, run) | {"policy": eviction, "gb_s": gb_s, "link_gb_s": link}
 
 
 def _serve_line(row: dict[str, Any]) -> str:
