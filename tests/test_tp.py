@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import sys
 import threading
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +118,56 @@ def test_a_shard_that_fails_ends_what_the_others_wait_for(wait: str) -> None:
     assert time.monotonic() - before < DEADLINE
     assert reasons == ["shard 0: MemoryError('no room')"] * 6
     assert threading.active_count() < 4
+
+
+class OnGpu:
+    """What NcclCommunicator asks of a CuPy array; its numbers are nowhere."""
+
+    def __init__(self, address: int, *shape: int, dtype: str = "float16") -> None:
+        self.shape, self.dtype, self.size = shape, np.dtype(dtype), math.prod(shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data, self.flags = SimpleNamespace(ptr=address), SimpleNamespace(c_contiguous=True)
+
+
+def test_nccl_is_told_where_how_much_and_on_which_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the calls that CuPy would get, on two shards whose orders go through threads."""
+    calls: dict[int, list[tuple[object, ...]]] = {0: [], 1: []}
+
+    class Nccl:
+        def __init__(self, count: int, name: tuple[int, ...], rank: int) -> None:
+            assert (count, name) == (2, tuple(range(-64, 64))), "all shards have shard 0's name of the group"
+            self.calls = calls[rank]
+
+        def allReduce(self, *arguments: int) -> None:
+            self.calls.append(("reduce", *arguments))
+
+        def allGather(self, *arguments: int) -> None:
+            self.calls.append(("gather", *arguments))
+
+        def abort(self) -> None:
+            self.calls.append(("abort",))
+
+    kinds = {"NCCL_FLOAT32": 7, "NCCL_FLOAT16": 6, "NCCL_BFLOAT16": 9, "NCCL_SUM": 0}
+    nccl = SimpleNamespace(get_unique_id=lambda: tuple(range(-64, 64)), NcclCommunicator=Nccl, **kinds)
+    cuda = SimpleNamespace(nccl=nccl, get_current_stream=lambda: SimpleNamespace(ptr=77))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.delitem(sys.modules, "slora_ref.tp.nccl", raising=False)
+    hosts = thread_communicators(2)
+    both = on_all_shards(hosts, importlib.import_module("slora_ref.tp.nccl").NcclCommunicator)
+    for communicator in both:
+        communicator.reduce_in_place(OnGpu(1000, 4, 6), "base")
+        communicator.gather_into(OnGpu(2000, 3, dtype="float32"), OnGpu(3000, 2, 3, dtype="float32"), "lora")
+    for made, communicator in zip(calls.values(), both, strict=True):
+        assert made == [("reduce", 1000, 1000, 24, 6, 0, 77), ("gather", 2000, 3000, 3, 7, 77)]
+        assert communicator.counts.nbytes == {"all_reduce": 48, "all_gather": 12, "broadcast": 0}
+        assert communicator.counts.lora_nbytes == 12
+    for wake in hosts[0].on_loss:
+        wake()
+    assert calls[0][-1] == ("abort",) and calls[1][-1] != ("abort",)
+    with pytest.raises(AssertionError, match="arrays of a GPU"):
+        both[0].reduce_in_place(np.ones(3, np.float16), "base")
+    monkeypatch.delitem(sys.modules, "slora_ref.tp.nccl")
 
 
 def test_only_the_leader_speaks() -> None:
