@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from conftest import missing_gpu
-from serving import ADAPTERS, new_engine, reference_logits, run_to_end
+from serving import ADAPTERS, adapter_folder, model_folder, reference_logits, run_to_end
 
-from slora_ref import Engine, SamplingParams
+from slora_ref import Engine, EngineConfig, SamplingParams
 from slora_ref.errors import ShardLost
 
 PARAMS = SamplingParams(max_tokens=6, keep_logits=True, ignore_eos=True)
@@ -29,10 +29,14 @@ def gpus() -> int:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() < 2, reason=f"two GPUs are needed, there are {gpus()}")]
 
 
-def two_gpus(dtype: str = "float16", **options: object) -> Engine:
+def two_gpus(dtype: str = "float16") -> Engine:
     """An engine of T0 over two GPUs; each adapter of the tests is registered."""
-    chosen = {"shards": 2, "communicator": "nccl", "dtype": dtype, "poison": False} | options
-    return new_engine({name: name for name in ADAPTERS}, on="cuda", **chosen)
+    sizes = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64}
+    config = EngineConfig(device="cuda", shards=2, communicator="nccl", dtype=dtype, **sizes)
+    engine = Engine.from_pretrained(model_folder(), config)
+    for name in ADAPTERS:
+        engine.add_adapter(name, adapter_folder(name))
+    return engine
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -16,6 +16,7 @@ from slora_ref.executor.timing import milliseconds
 from slora_ref.model import LlamaModel
 from slora_ref.pager import AdapterShape, PageLayout, PageStorage
 from slora_ref.store import AdapterStore
+from slora_ref.tp import local_config
 from slora_ref.tp.communicator import Communicator
 
 
@@ -35,6 +36,7 @@ class Follower:
         self.config = EngineConfig(**order.values["config"])
         self.device = open_device(self.config, shard)
         self.model_config, self.weights = open_model(order, self.device, shard)
+        self.device.prepare(local_config(self.model_config, shard.count), self.weights, self.config)
         self.layout = PageLayout(self.model_config, shard)
         dtype, host_bytes = float_dtype(self.config.dtype), self.config.host_bytes
         memory = self.device.host_memory

@@ -92,6 +92,7 @@ class Leader:
         except ShardLost:
             raise
         except BaseException as error:
+            self.communicator.check()  # if the group has ended, that is the cause
             self.communicator.fail(f"shard 0 failed: {error!r}")
             raise
 
