@@ -268,13 +268,20 @@ def test_an_interrupt_of_the_leader_ends_the_group(monkeypatch: pytest.MonkeyPat
         ({"shards": 2, "max_length": 600}, "max_length 600"),
         ({"shards": 0}, "shards is 0"),
         ({"shards": 2, "communicator": "nccl"}, "communicator nccl has no shards on device cpu; take threads or mpi"),
-        ({"shards": 2, "communicator": "pigeons"}, "threads or mpi or nccl"),
+        ({"shards": 2, "communicator": "pigeons"}, "auto or threads or mpi or nccl"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_no_thread(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         new_engine(**options)
     assert_no_threads()
+
+
+def test_each_device_has_a_usual_communicator() -> None:
+    assert EngineConfig(shards=2).communicator == "threads"
+    assert EngineConfig(shards=2, device="cuda").communicator == "nccl"
+    with pytest.raises(ConfigError, match="communicator threads has no shards on device cuda; take mpi or nccl"):
+        EngineConfig(shards=2, device="cuda", communicator="threads")
 
 
 def test_a_shard_that_cannot_open_the_checkpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ def add_shard_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--communicator",
         choices=COMMUNICATORS,
-        default="threads",
-        help="what the shards are: threads of this process (default); processes with a GPU each that it starts (nccl); "
-        "or the processes of `mpirun -n N python -m slora_ref ... --communicator mpi`",
+        default="auto",
+        help="what the shards are: threads of this process (default on the CPU); processes with a GPU each that it "
+        "starts (nccl, default on GPUs); or the processes of `mpirun -n N python -m slora_ref ... --communicator mpi`",
     )
 
 

@@ -27,7 +27,8 @@ class EngineConfig:
         device: where the model runs: "cpu", in NumPy, or "cuda", by the kernels of kernels_cu.
         shards: tensor-parallel workers that the model is split over (paper section 6); loads are then "inline".
         communicator: what the shards are: "threads" of this process, on the CPU; "nccl": processes with a GPU each,
-            started by the engine; "mpi": processes started by mpirun, on the CPU, or with a GPU each and NCCL.
+            started by the engine; "mpi": processes started by mpirun, on the CPU, or with a GPU each and NCCL; "auto":
+            threads on the CPU, nccl on GPUs.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.
@@ -58,7 +59,7 @@ class EngineConfig:
 
     device: Literal["cpu", "cuda"] = "cpu"
     shards: int = 1
-    communicator: Literal["threads", "mpi", "nccl"] = "threads"
+    communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"
     dtype: str = "auto"
     pool_pages: int | None = None
     pool_bytes: int | None = None
@@ -88,7 +89,9 @@ class EngineConfig:
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", DTYPES[self.device][0])
         check_whole(ConfigError, "shards", self.shards, 1, MOST_SHARDS)
-        check_choice(ConfigError, "communicator", self.communicator, COMMUNICATORS)
+        check_choice(ConfigError, "communicator", self.communicator, ("auto", *COMMUNICATORS))
+        if self.communicator == "auto":
+            object.__setattr__(self, "communicator", "threads" if self.device == "cpu" else "nccl")
         if self.shards > 1:
             wrong = "threads" if self.device == "cuda" else "nccl"
             if self.communicator == wrong:

@@ -43,7 +43,7 @@ class DemoOptions:
     rate: float | None = None
     dtype: str = "float32"
     shards: int = 1
-    communicator: Literal["threads", "mpi", "nccl"] = "threads"
+    communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"
 
     def __post_init__(self) -> None:
         """Raises ConfigError with the value and the limits."""

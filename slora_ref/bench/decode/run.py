@@ -52,7 +52,6 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
             device="cuda",
             dtype=options.dtype,
             shards=options.shards,
-            communicator="threads" if options.shards == 1 else "nccl",
             max_running=max(options.batches),
             max_batched_tokens=2048,
             max_length=options.prompt + options.output,
