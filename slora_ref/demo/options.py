@@ -32,8 +32,7 @@ class DemoOptions:
         pool_pages: pages of the pool; the default holds a few dozen adapters beside the sequences.
         seed: of words, popularity and arrivals.
         rate: requests a second; None: all at once.
-        dtype: of weights, activations and pool.
-        shards, communicator: of tensor parallelism; see EngineConfig.
+        device, dtype, shards, communicator: see EngineConfig.
     """
 
     adapters: int = 2000
@@ -41,6 +40,7 @@ class DemoOptions:
     pool_pages: int = 7000
     seed: int = 0
     rate: float | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     shards: int = 1
     communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"

@@ -13,7 +13,8 @@ from slora_ref.demo.options import DemoOptions, check_pool
 from slora_ref.demo.plot import plot_pool
 from slora_ref.demo.questions import LONGEST_ANSWER, Question, adapter_names, draw_questions
 from slora_ref.demo.report import DemoReport, summarize
-from slora_ref.demo.verify import Verdict, Verifier
+from slora_ref.demo.serve import Ask, serve
+from slora_ref.demo.verify import TOLERANCES, Verdict, Verifier
 from slora_ref.demo.watch import Draw, PoolWatch
 from slora_ref.engine import Completion, Engine
 from slora_ref.request import SamplingParams
@@ -46,14 +47,14 @@ def run_demo(options: DemoOptions, say: Say, draw: Draw | None = None, plot: Pat
     questions = draw_questions(names, options.requests, options.seed, options.rate)
     watch = PoolWatch(engine, len(questions), draw)
     started = time.perf_counter()
-    completions = _serve(engine, questions, watch)
+    completions = serve(engine, _asks(questions), watch)
     seconds = time.perf_counter() - started
     engine.check()
     say(f"served {len(completions):,} requests in {seconds:.1f} s; checking each answer against dense merged weights")
     if plot is not None:
         plot_pool(watch, plot)
         say(f"drew the pool into {plot}")
-    verdicts = _check(questions, completions, draw)
+    verdicts = _check(questions, completions, options.dtype, draw)
     return summarize(engine, questions, completions, verdicts, watch, seconds)
 
 
@@ -63,6 +64,7 @@ def _engine(options: DemoOptions) -> Engine:
         max_running=64,
         max_batched_tokens=256,
         max_adapters=MOST_RESIDENT,
+        device=options.device,
         dtype=options.dtype,
         seed=options.seed,
         shards=options.shards,
@@ -72,29 +74,16 @@ def _engine(options: DemoOptions) -> Engine:
     return Engine.from_pretrained(MODEL_FOLDER, config)
 
 
-def _serve(engine: Engine, questions: list[Question], watch: PoolWatch) -> list[Completion]:
-    """Sends each request at its time and steps until all have ended; completions in the order of the questions."""
+def _asks(questions: list[Question]) -> list[Ask]:
     params = SamplingParams(max_tokens=LONGEST_ANSWER, keep_logits=True)
-    ids: list[int] = []
-    done: dict[int, Completion] = {}
-    start = engine.clock.now()
-    while len(done) < len(questions):
-        while len(ids) < len(questions) and questions[len(ids)].arrival <= engine.clock.now() - start:
-            question = questions[len(ids)]
-            ids.append(engine.add_request(question.prompt, params, question.adapter))
-        if not engine.has_work:
-            time.sleep(max(0.0, questions[len(ids)].arrival - (engine.clock.now() - start)))
-            continue
-        for news in engine.step():
-            if news.completion is not None:
-                done[news.request_id] = news.completion
-        watch.sample(len(done))
-    return [done[request_id] for request_id in ids]
+    return [Ask(question.prompt, params, question.adapter, question.arrival) for question in questions]
 
 
-def _check(questions: list[Question], completions: list[Completion], draw: Draw | None) -> list[Verdict]:
+def _check(
+    questions: list[Question], completions: list[Completion], dtype: str, draw: Draw | None
+) -> list[Verdict]:
     """The verdict on every answer."""
-    verifier = Verifier(MODEL_FOLDER, LONGEST_ANSWER)
+    verifier = Verifier(MODEL_FOLDER, LONGEST_ANSWER, TOLERANCES[dtype])
     verdicts: list[Verdict] = []
     for question, completion in zip(questions, completions, strict=True):
         verdicts.append(verifier.check(completion, ADAPTERS_FOLDER / question.task))

@@ -31,6 +31,8 @@ class Verdict:
     logit_error: float
 
 
+TOLERANCES = {"float64": 0.0, "float32": 0.0, "float16": 0.02, "bfloat16": 0.1}
+"""By dtype, how much of the largest logit rounding may move one: where two are nearer, either token is right."""
 WRONG = Verdict(right=False, logit_error=float("inf"))
 
 
@@ -40,13 +42,14 @@ class Verifier:
     Args:
         model_folder: the base model.
         longest_answer: tokens after which an answer is cut (max_tokens of every request).
+        tolerance: share of the largest logit by which the dense model may prefer another token.
     """
 
-    def __init__(self, model_folder: Path, longest_answer: int) -> None:
+    def __init__(self, model_folder: Path, longest_answer: int, tolerance: float = 0.0) -> None:
         self._config = ModelConfig.from_folder(model_folder)
         self._weights = load_checkpoint(model_folder, self._config, np.float32)
         self._merged: dict[Path, Reference] = {}
-        self._longest = longest_answer
+        self._longest, self._tolerance = longest_answer, tolerance
 
     def _reference(self, adapter_folder: Path) -> Reference:
         if adapter_folder not in self._merged:
@@ -69,8 +72,10 @@ class Verifier:
         served = np.stack(completion.logits)
         if served.shape != dense.shape:
             return WRONG
-        preferred = dense[len(completion.prompt_ids) - 1 :].argmax(axis=1).tolist()
-        right = preferred == list(completion.token_ids) and self._ended(completion)
+        answered = dense[len(completion.prompt_ids) - 1 :]
+        chosen = answered[np.arange(len(answered)), list(completion.token_ids)]
+        near = answered.max(axis=1) - chosen <= self._tolerance * np.abs(answered).max(axis=1)
+        right = bool(near.all()) and self._ended(completion)
         return Verdict(right, float(np.abs(served - dense).max()))
 
     def _ended(self, completion: Completion) -> bool:
