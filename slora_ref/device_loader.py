@@ -40,7 +40,9 @@ class PageWriter:
             self._tables.enter_adapter(self._pool.adapters, slot)
             page_ids = self._tables.adapters.pages[slot, : image.shape[1]]
             staged = self._ops.readable(image)
-            self._ops.load_pages(self._pool.storage, staged, page_ids)
+            load = self._ops.prepared_load(self._pool.storage, staged, page_ids)
+            ticket.begin()
+            load()
         return ticket, staged
 
 

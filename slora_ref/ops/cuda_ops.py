@@ -29,7 +29,7 @@ class Passed(Ticket):
     """For what a stream has been given: an event before it and one behind it."""
 
     def __init__(self) -> None:
-        self.begin, self.event = cupy.cuda.Event(), cupy.cuda.Event()
+        self._first, self.event = cupy.cuda.Event(), cupy.cuda.Event()
 
     @property
     def done(self) -> bool:
@@ -40,9 +40,13 @@ class Passed(Ticket):
         """Waits for that."""
         self.event.synchronize()
 
+    def begin(self) -> None:
+        """The first event, on the current stream."""
+        self._first.record(cupy.cuda.get_current_stream())
+
     def seconds(self) -> float:
         """Between the two events."""
-        return float(cupy.cuda.get_elapsed_time(self.begin, self.event)) / 1e3
+        return float(cupy.cuda.get_elapsed_time(self._first, self.event)) / 1e3
 
 
 class CudaOps(KernelOps):
@@ -110,7 +114,6 @@ class CudaOps(KernelOps):
         """Copies on the current stream."""
         stream, ticket = cupy.cuda.get_current_stream(), Passed()
         kind = cupy.cuda.runtime.memcpyHostToDevice
-        ticket.begin.record(stream)
         cupy.cuda.runtime.memcpyAsync(_address(to), staged.ctypes.data, staged.nbytes, kind, stream.ptr)
         ticket.event.record(stream)
         return ticket
@@ -138,7 +141,7 @@ class CudaOps(KernelOps):
         self.side.wait_event(ticket.event)
         self.side.use()
         try:
-            ticket.begin.record(self.side)
+            ticket.begin()
             yield ticket
             ticket.event.record(self.side)
         finally:

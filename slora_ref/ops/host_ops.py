@@ -31,6 +31,9 @@ class Done(Ticket):
     def wait(self) -> None:
         """Nothing to wait for."""
 
+    def begin(self) -> None:
+        """Nothing is measured."""
+
     def seconds(self) -> float:
         """Not measured: the host build is no model of a device's speed."""
         return 0.0

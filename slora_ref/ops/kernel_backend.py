@@ -74,8 +74,12 @@ class Ticket(ABC):
         """Waits for its end."""
 
     @abstractmethod
+    def begin(self) -> None:
+        """What is measured starts here, in the order of what is started."""
+
+    @abstractmethod
     def seconds(self) -> float:
-        """How long it took, after its end."""
+        """How long it took from `begin`, after its end."""
 
 
 class KernelBackend(ABC):

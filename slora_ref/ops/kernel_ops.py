@@ -13,6 +13,8 @@ import numpy as np
 from slora_ref.ops import row_arguments, sample_arguments
 from slora_ref.ops.kernel_attention import KernelAttention
 from slora_ref.ops.kernel_lora import KernelLora
+from slora_ref.ops.rungs import fastest, make_launch
+from slora_ref.ops.tape import Work
 from slora_ref.shapes import Array, Float, Int, Num
 
 
@@ -109,11 +111,12 @@ class KernelOps(KernelLora, KernelAttention):
         draw = sample_arguments.sample_draw(token, logits, keep, temperature, min_p, seeds, positions)
         self.run("sample_draw", draw, np.float32)
 
-    def load_pages(
+    def prepared_load(
         self,
         storage: Float[Array, "layers pages width"],
         image: Float[Array, "layers count width"],
         page_ids: Int[Array, " count"],
-    ) -> None:
-        """Writes an adapter's image into its pages, in one launch."""
-        self.run("load_pages", row_arguments.load_pages(storage, image, page_ids))
+    ) -> Work:
+        """What writes an adapter's image into its pages, in one launch."""
+        arguments = row_arguments.load_pages(storage, image, page_ids)
+        return self.prepare(make_launch(fastest("load_pages", self.dtype, arguments), self.dtype, arguments))

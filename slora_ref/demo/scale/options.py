@@ -15,7 +15,7 @@ from slora_ref.synthetic import AdapterKind
 from slora_ref.workload import Arrival, SyntheticTrace, original_trace
 
 POPULARITY = 0.3  # alpha of the power law over the names
-LENGTHS = (8, 512)  # of prompts, and of answers, in tokens
+LENGTHS = (8, 512)  # [low, high) of prompts, and of answers, in tokens: the paper's
 SLO_SECONDS = 6.0  # the paper's: the first token within it
 MOST = 100_000
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -37,6 +37,8 @@ class ScaleOptions:
         pool_pages: pages of the pool; None: all memory that is left.
         memory_fraction: of the GPU's memory, see EngineConfig.
         checked: answers that are checked against dense merged weights.
+        lengths: [low, high) of prompts, and of answers, in tokens.
+        device: where the model runs; anything but "cuda" is for tests.
     """
 
     model: str = "llama-7b"
@@ -50,6 +52,7 @@ class ScaleOptions:
     pool_pages: int | None = None
     memory_fraction: float = 0.9
     checked: int = 8
+    lengths: tuple[int, int] = LENGTHS
     device: Literal["cpu", "cuda"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -78,7 +81,7 @@ class ScaleOptions:
     def engine_config(self) -> EngineConfig:
         """Large steps, and host memory for all sets."""
         host = self.kind.folder_bytes(self.config(), self.sets) * ITEM_BYTES[self.dtype] // 2
-        longest = min(sum(LENGTHS), self.config().max_position_embeddings)
+        longest = min(2 * self.lengths[1], self.config().max_position_embeddings)
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
@@ -100,8 +103,8 @@ class ScaleOptions:
             rate=rate,
             alpha=POPULARITY,
             duration=(self.requests + 0.5) / rate,
-            prompt=LENGTHS,
-            output=LENGTHS,
+            prompt=self.lengths,
+            output=self.lengths,
             seed=self.seed,
         )
         return original_trace(drawn)[: self.requests]
@@ -120,7 +123,7 @@ class ScaleOptions:
         item, config = ITEM_BYTES[self.dtype], self.config()
         weights = parameters(config) * item
         adapter = max(self.kind.numbers(config, rank) for rank in self.kind.ranks) * item
-        tokens = 2 * sum(LENGTHS) * config.num_layers * config.kv_width * item
+        tokens = 4 * self.lengths[1] * config.num_layers * config.kv_width * item
         room = int(self.memory_fraction * total) - used
         if weights + adapter + tokens > room:
             raise ConfigError(

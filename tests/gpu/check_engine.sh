@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: the engine's tests on CudaOps, a decode step of Llama-7B part by part, and the demo at scale.
+# Writes the log and the result of each to the folder given (default: here). Exit code: the first failure.
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+logs=${1:-tests/gpu}
+python=${PYTHON:-python3}
+status=0
+
+step() { # name, seconds, command...
+    local name=$1 limit=$2 start=$SECONDS
+    shift 2
+    timeout "$limit" "$@" >"$logs/$name.json" 2>"$logs/$name.log"
+    local code=$?
+    printf '%s: exit code %d after %d s: %s\n' "$name" "$code" "$((SECONDS - start))" "$(tail -n 1 "$logs/$name.log")"
+    [ "$status" -ne 0 ] || status=$code
+}
+
+step decode 90 "$python" -m slora_ref bench decode --json
+step demo 150 "$python" -m slora_ref demo --device cuda --model llama-7b --adapters 2000 --json
+step tests 120 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_kernel_engine.py
+mv "$logs/tests.json" "$logs/tests.log"
+exit "$status"
