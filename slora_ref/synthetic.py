@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ALPHA = 16  # lora_alpha of all the paper's adapters
 STRENGTH = 0.5  # deviation of s x A B beside that of x W, which is 1
 BLOCK = 1 << 24  # normal numbers that are drawn once; every matrix is a piece of them that starts somewhere else
 ITEM_BYTES = 2  # float16
+WRITERS = 8  # threads
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,18 @@ def write_adapters(folder: Path, config: ModelConfig, kind: AdapterKind, count: 
             f"{count} adapters take {needed / 1e9:,.1f} GB on disk; {folder} has {free / 1e9:,.1f} GB free: lower "
             "--distinct or --ranks, or set TMPDIR to a larger disk"
         )
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal(BLOCK, dtype=np.float32)
-    paths = [folder / f"set-{i:04d}" for i in range(count)]
-    for i, path in enumerate(paths):
+    normal = np.random.default_rng(seed).standard_normal(BLOCK, dtype=np.float32)
+
+    def write(number: int) -> Path:
+        path, rank = folder / f"set-{number:04d}", kind.ranks[number % len(kind.ranks)]
         path.mkdir()
-        rank = kind.ranks[i % len(kind.ranks)]
-        save_file(dict(_tensors(config, kind, rank, normal, rng)), path / "adapter_model.safetensors", {"format": "pt"})
+        tensors = _tensors(config, kind, rank, normal, np.random.default_rng((seed, number)))
+        save_file(dict(tensors), path / "adapter_model.safetensors", {"format": "pt"})
         (path / "adapter_config.json").write_text(json.dumps(_config(kind, rank)))
-    return paths
+        return path
+
+    with ThreadPoolExecutor(WRITERS) as writers:  # rounding and writing let other threads run
+        return list(writers.map(write, range(count)))
 
 
 def _tensors(

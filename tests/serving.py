@@ -5,7 +5,6 @@ Poison is on and pages come in random order unless a test says otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -86,7 +85,7 @@ def reference_logits(weights: str | None, ids: tuple[int, ...]) -> np.ndarray:
 def open_engine(config: EngineConfig, on: str) -> Engine:
     """An engine of T0: "cpu", in NumPy; "host", by the kernels through g++; "cuda", by the kernels on a GPU."""
     if on != "host":
-        return Engine.from_pretrained(model_folder(), dataclasses.replace(config, device=on))
+        return Engine.from_pretrained(model_folder(), config)
     device = KernelDevice(config, HostOps(np.float32, kernels=host_kernels()))
     return Engine(*assemble(CONFIG, load_checkpoint(model_folder(), CONFIG, "float32"), None, device, config))
 
@@ -101,7 +100,8 @@ def new_engine(adapters: Mapping[str, str] | None = None, on: str = "cpu", **opt
     """An engine of T0 with adapters {name: weights}, on one of the places of `open_engine`."""
     chosen = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64, "poison": True}
     chosen |= {"page_order_seed": 0, "loading": "inline"}
-    engine = open_engine(EngineConfig(**(chosen | options)), on)
+    device = {"cpu": {}, "host": {}, "cuda": {"device": "cuda", "dtype": "float32"}}[on]
+    engine = open_engine(EngineConfig(**(chosen | device | options)), on)
     for name, weights in (adapters or {}).items():
         engine.add_adapter(name, adapter_folder(weights))
     return engine

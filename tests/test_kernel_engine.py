@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from serving import ADAPTERS, CONFIG, assert_all_free, assert_right, new_engine, reference_logits, without_shape_checks
+from serving import (
+    ADAPTERS,
+    CONFIG,
+    adapter_folder,
+    assert_all_free,
+    assert_right,
+    new_engine,
+    reference_logits,
+    without_shape_checks,
+)
 from test_engine_machine import MODES, SMALL, EngineMachine, live
 
 from slora_ref import Engine, EngineConfig, SamplingParams
@@ -62,8 +71,7 @@ def test_every_answer_is_the_dense_models(on: str) -> None:
 @ON
 @pytest.mark.parametrize("admission", MODES)
 def test_any_history_of_the_engine_is_right(on: str, admission: str) -> None:
-    examples = 10 if on == "host" else 6
-    machine = settings(stateful_step_count=20 if on == "host" else 30, max_examples=examples)
+    machine = settings(stateful_step_count=20, max_examples=10, phases=[Phase.explicit, Phase.generate])
     run_state_machine_as_test(lambda: EngineMachine(admission, on), settings=machine)
 
 
@@ -109,11 +117,20 @@ def test_a_larger_adapter_that_comes_later_makes_room_in_the_tables(on: str) -> 
     for name in ("z", "o", "z"):
         assert_right(engine.generate([prompt], params, name)[0], name, params)
     before = engine.executor.tables.shape
-    engine.add_adapter("x", engine.store.lookup("z").header.path.parent / "x")
+    engine.add_adapter("x", adapter_folder("x"))
     done = engine.generate([prompt] * 3, params, ["z", "x", "o"])
     for completion, name in zip(done, ("z", "x", "o"), strict=True):
         assert_right(completion, name, params)
-    assert engine.executor.tables.shape != before and engine.executor.tables.max_rank == 16
+    tables = engine.executor.tables
+    assert tables.shape != before and tables.max_rank == 16
+    assert tables.adapters.pages.strides[0] % 16 == 0, "a row of the page table is an argument of a kernel"
+
+
+@ON
+def test_the_smallest_step_there_can_be(on: str) -> None:
+    engine = new_engine(EACH, on=on, max_running=1, max_batched_tokens=2)
+    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
+    assert_right(engine.generate([prompt], params, "x")[0], "x", params)
 
 
 @ON

@@ -58,7 +58,7 @@ def test_the_example_shows_adapters_at_work() -> None:
 
 def test_the_commands_are_those_there_are() -> None:
     commands = re.findall(r"^\.venv/bin/slora-ref (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         parser().parse_args(command.split())
     assert not re.search(r"(?<!bin/)slora-ref (?!bench)\w", TEXT)  # it is on no one's PATH

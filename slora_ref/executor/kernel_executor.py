@@ -44,7 +44,7 @@ class KernelExecutor:
         self.staging = Staging(ops, most_rows)
         self.last_layers = self.last_logits = Tape()  # the launches of the last step, for measurements
         self.tapes: OrderedDict[object, tuple[Tape, Array]] = OrderedDict()
-        self._tokens = ops.staging((2, self.staging.most + 1), np.int32)
+        self._tokens = ops.staging((2 * self.staging.most_logits,), np.int32)
 
     def run(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step. A row that overflows gives non-finite logits, for that row alone."""
@@ -82,7 +82,7 @@ class KernelExecutor:
         if draws:
             how = (arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.seeds, arrays.places)
             ops.sample(both[0], logits, *how)
-        host = self._tokens.reshape(-1)[: 2 * staged.logits].reshape(2, staged.logits)
+        host = self._tokens[: 2 * staged.logits].reshape(2, staged.logits)
         ops.download(host, both)
         return host[0], host[1]
 

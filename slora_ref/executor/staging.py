@@ -96,7 +96,8 @@ class Staging:
 
     def __init__(self, ops: KernelOps, most_rows: int) -> None:
         self._ops, self.most = ops, bucket(most_rows)
-        size = _carve(None, *self._shapes(self.most, max(self.most, LEAST_LOGITS)))[1]
+        self.most_logits = max(self.most, LEAST_LOGITS)
+        size = _carve(None, *self._shapes(self.most, self.most_logits))[1]
         self._host, self._device = ops.staging((size,), np.uint8), ops.new((size,), np.uint8)
         self._sent: Ticket | None = None
         self._views: dict[tuple[int, int], tuple[StepArrays, StepArrays, int]] = {}

@@ -16,6 +16,8 @@ from slora_ref.ops.kernel_backend import KernelBackend
 from slora_ref.ops.tables import AdapterTables
 from slora_ref.shapes import Array, Int
 
+ALIGNMENT = 16  # bytes: a row of the page table is an argument of the kernel that loads its adapter
+
 
 class DeviceTables:
     """What kernels read of a pool's tables.
@@ -44,13 +46,13 @@ class DeviceTables:
         return self.adapters.pages.shape[1], self.max_rank, self.targets
 
     def _empty(self, like: AdapterTables, entries: int) -> AdapterTables:
-        slots = len(like.pages)
+        slots, each = len(like.pages), ALIGNMENT // np.dtype(np.int32).itemsize
         arrays = {
             field.name: self._backend.new(getattr(like, field.name).shape, getattr(like, field.name).dtype)
             for field in fields(like)
             if field.name != "pages"
         }
-        return AdapterTables(pages=self._backend.new((slots, entries), np.int32), **arrays)
+        return AdapterTables(pages=self._backend.new((slots, -(-entries // each) * each), np.int32), **arrays)
 
     def make_room(self, tables: AdapterTables, slot: int) -> None:
         """Makes the tables fit the adapter in `slot` of the pool's tables; not while anything reads them."""

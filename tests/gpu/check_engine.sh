@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the engine's tests on CudaOps, a decode step of Llama-7B part by part, and the demo at scale.
+# On a machine with a GPU: the demo at scale, a decode step of Llama-7B part by part, and the engine's tests on CudaOps.
 # Writes the log and the result of each to the folder given (default: here). Exit code: the first failure.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
@@ -16,8 +16,8 @@ step() { # name, seconds, command...
     [ "$status" -ne 0 ] || status=$code
 }
 
-step decode 90 "$python" -m slora_ref bench decode --json
 step demo 150 "$python" -m slora_ref demo --device cuda --model llama-7b --adapters 2000 --json
+step decode 90 "$python" -m slora_ref bench decode --json
 step tests 120 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_kernel_engine.py
 mv "$logs/tests.json" "$logs/tests.log"
 exit "$status"

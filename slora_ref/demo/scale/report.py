@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slora_ref.bench import machine_facts
 from slora_ref.demo.report import PoolPeaks
 from slora_ref.demo.scale.check import TOLERANCE, Checked
 from slora_ref.demo.scale.options import SLO_SECONDS, ScaleOptions
@@ -84,10 +85,10 @@ class ScaleReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The fields for a program."""
+        """The fields for a program, and the machine that they were measured on."""
         fields = asdict(self)
         del fields["history"]
-        return fields
+        return fields | {"machine": machine_facts(gpu=self.device == "cuda")}
 
     @property
     def failed(self) -> list[str]:
