@@ -11,6 +11,7 @@ from slora_ref.cli.folders import TOY, model_folder
 from slora_ref.cli.output import Subparsers, print_json
 from slora_ref.cli.shards import add_shard_options, run_sharded
 from slora_ref.config import EngineConfig
+from slora_ref.config.engine import DTYPES
 from slora_ref.config.fields import show
 from slora_ref.engine import Completion, Engine
 from slora_ref.errors import RequestError, UnknownAdapter
@@ -48,7 +49,7 @@ def add_parser(commands: Subparsers) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends the answer (repeatable)"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where the model runs")
+    parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="where the model runs (default: cpu)")
     add_shard_options(parser)
     parser.add_argument(
         "--save-logits", type=Path, metavar="FILE.npz", help="save `logits`, float32 [prompt positions, vocab]"
