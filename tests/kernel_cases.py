@@ -398,11 +398,13 @@ def rope_case(dtype: str, seed: int, rows: int, heads: int, kv_heads: int, head_
 # --- rows and pages ---
 
 
-def rms_norm_case(dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0) -> Case:
+def rms_norm_case(
+    dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0, delta_gap: int = 1
+) -> Case:
     """A case of rms_norm, with or without the residual's addition."""
     rng = np.random.default_rng(seed)
     x = store(normal(rng, rows, hidden), dtype, gap)
-    delta = store(normal(rng, rows, hidden), dtype, gap + 8 if gap % 2 else gap + 1)  # another stride, aligned or not
+    delta = store(normal(rng, rows, hidden), dtype, delta_gap)
     weight, out = store(1 + normal(rng, hidden, sd=0.1), dtype), store(np.full((rows, hidden), np.nan), dtype, gap)
     total = x.astype(np.float64)
     if add:

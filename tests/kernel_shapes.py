@@ -46,7 +46,7 @@ def lora_shapes(draw: Draw) -> LoraShape:
     )
 
 
-CONTEXTS = st.one_of(st.integers(0, 40), st.integers(100, 300))
+CONTEXTS = st.one_of(st.integers(0, 40), st.sampled_from((1, 15, 16, 17, 255)), st.integers(100, 300))
 HEADS = {"kv_heads": st.integers(1, 3), "group": st.sampled_from((1, 2, 4)), "gap": GAPS}
 HEAD_DIM = st.sampled_from((16, 20, 32, 64, 80, 128, 256))
 SPANS = st.tuples(st.integers(1, 40), CONTEXTS.filter(bool)).map(lambda pair: (min(pair), pair[1]))
@@ -79,13 +79,24 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
             cases.merge_case, dtype, heads=small, head_dim=HEAD_DIM, contexts=contexts, chunk=st.integers(1, 99)
         ),
         "paged_attention_prefill": lambda: built(
-            cases.prefill_case, dtype, head_dim=HEAD_DIM, spans=st.lists(SPANS, min_size=1, max_size=3), **HEADS
+            cases.prefill_case,
+            dtype,
+            head_dim=HEAD_DIM,
+            spans=st.lists(SPANS, min_size=1, max_size=2),
+            tile=st.sampled_from((1, 16, 40, 64)),
+            **HEADS,
         ),
         "rope_store": lambda: built(
             cases.rope_case, dtype, rows=row_counts, heads=small, kv_heads=small, head_dim=HEAD_DIM, gap=GAPS
         ),
         "rms_norm": lambda: built(
-            cases.rms_norm_case, dtype, rows=row_counts, hidden=st.integers(1, 576), add=st.booleans(), gap=GAPS
+            cases.rms_norm_case,
+            dtype,
+            rows=row_counts,
+            hidden=st.integers(1, 576),
+            add=st.booleans(),
+            gap=GAPS,
+            delta_gap=GAPS,
         ),
         "silu_mul": lambda: built(
             cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS, out_gap=GAPS
@@ -132,20 +143,31 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.decode_case(dtype, 2, 1, 4, 64, (33, 290, -1, 129), 3),
             cases.decode_case(dtype, 3, 2, 1, 256, (140,), 1),
             cases.decode_case(dtype, 4, 1, 1, 32, (35, 60), 1),
+            cases.decode_case(dtype, 5, 2, 5, 32, (20, 37), 2),
         ],
-        "paged_attention_merge": lambda: [cases.merge_case(dtype, 1, 3, 140, (30, -1, 0, 10, 95), 10)],
+        "paged_attention_merge": lambda: [
+            cases.merge_case(dtype, 1, 3, 140, (30, -1, 0, 10, 95), 10),
+            cases.merge_case(dtype, 2, 2, 20, (350, 12), 10),
+        ],
         "paged_attention_prefill": lambda: [
             cases.prefill_case(dtype, 1, 2, 2, 20, ((17, 17), (3, 140)), 3),
             cases.prefill_case(dtype, 2, 1, 4, 64, ((20, 150), (1, 5))),
             cases.prefill_case(dtype, 3, 1, 1, 256, ((2, 300),)),
             cases.prefill_case(dtype, 4, 1, 1, 32, ((3, 9), (5, 50))),
+            cases.prefill_case(dtype, 5, 1, 1, 32, ((70, 80),), tile=70),  # more rows than a block takes at a time
         ],
-        "rope_store": lambda: [cases.rope_case(dtype, 1, 6, 3, 2, 20, 3), cases.rope_case(dtype, 2, 5, 4, 2, 128)],
+        "rope_store": lambda: [
+            cases.rope_case(dtype, 1, 6, 3, 2, 20, 3),
+            cases.rope_case(dtype, 2, 5, 4, 2, 128),
+            cases.rope_case(dtype, 3, 5, 2, 1, 6),
+        ],
         "rms_norm": lambda: [
             cases.rms_norm_case(dtype, 1, 3, 300, True, 5),
             cases.rms_norm_case(dtype, 2, 2, 576, True),
             cases.rms_norm_case(dtype, 3, 2, 77, False),
-            cases.rms_norm_case(dtype, 4, 2, 77, True, 3),
+            cases.rms_norm_case(dtype, 4, 2, 77, True, 3, 11),
+            cases.rms_norm_case(dtype, 5, 2, 576, True, 0, 8),
+            cases.rms_norm_case(dtype, 6, 2, 2560, False),  # more than a block keeps in registers
         ],
         "silu_mul": lambda: [
             cases.silu_case(dtype, 1, 3, 150, 5),

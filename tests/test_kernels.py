@@ -83,6 +83,19 @@ def test_the_widths_of_a_real_model(kernel: str, d_in: int, d_out: int) -> None:
     case.check(run("forward", kernel, case))
 
 
+ATTENTION = [(k, d) for k, d in KERNELS if k.startswith(("paged_attention_decode", "paged_attention_prefill"))]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ATTENTION, ids=lambda value: value)
+def test_a_long_context(kernel: str, dtype: str) -> None:
+    """Many times what a block takes at a time; and a few rows behind a long prefix that was prefilled before."""
+    if operation_of(kernel).endswith("decode"):
+        case = cases.decode_case(dtype, 9, 1, 2, 64, (1500, 3), 2)
+    else:
+        case = cases.prefill_case(dtype, 9, 1, 2, 64, ((5, 900), (2, 2)))
+    case.check(run("forward", kernel, case))
+
+
 # --- a row's bits do not depend on other rows, on the segment's length or on the order of pages ---
 
 BITWISE = [(k, d) for k, d in KERNELS if k.startswith(("mbgm", "paged_attention_decode", "paged_attention_prefill"))]

@@ -61,7 +61,7 @@ class KernelAttention(KernelBackend):
         flat, out = q.reshape(rows, heads * head_dim), self.empty("attention", (rows, heads * head_dim), self.dtype)
         places = sequence_pages.shape[2]
         if step.plan.single:
-            chunk = context_chunk(rows, heads, places)
+            chunk = context_chunk(rows, pages.shape[1] // head_dim, places)
             splits = -(-places // chunk)
             partial = self.empty("attention_partial", (rows, heads, splits, head_dim), np.float32)
             stats = self.empty("attention_stats", (rows, heads, splits, 2), np.float32)

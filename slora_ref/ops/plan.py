@@ -24,12 +24,16 @@ def uses_mbgmm(length: Int[Array, " segments"]) -> Array:
 
 SHARED_FROM = 2  # rows of a segment
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
-QUERY_TILE = 16
 
 
 def tile_rows(rows: int) -> int:
     """The most rows of a tile in a step of so many rows: large tiles read weights less often, small ones fill a GPU."""
     return 16 if rows <= 512 else 32 if rows <= 1024 else 64
+
+
+def query_tile(rows: int) -> int:
+    """The most queries of a tile of prefill attention: each reads K and V once, but few of them leave a GPU idle."""
+    return 16 if rows <= 128 else 64
 
 
 def tile_count(rows: int, shortest: int, size: int) -> int:
@@ -95,9 +99,9 @@ def plan_attention(spans: Spans, rows: int) -> AttentionPlan:
     queries[spans.start[single], 1] = spans.context[single]
     shared = spans.length >= SPANS_SHARED_FROM
     start, length = spans.start[shared], spans.length[shared]
-    which, first, count = _cut(start, length, QUERY_TILE)
+    which, first, count = _cut(start, length, query_tile(rows))
     visible = (spans.context[shared] - length)[which] + (first - start[which]) + 1
-    tiles = np.zeros((tile_count(rows, SPANS_SHARED_FROM, QUERY_TILE), 4), np.int32)
+    tiles = np.zeros((tile_count(rows, SPANS_SHARED_FROM, query_tile(rows)), 4), np.int32)
     tiles[: len(which)] = np.stack([first, count, spans.slot[shared][which], visible], axis=1)
     return AttentionPlan(queries, tiles, bool(single.any()), bool(len(which)))
 
@@ -112,14 +116,15 @@ def _cut(
     return which, start[which] + offset, np.minimum(size, length[which] - offset)
 
 
-def context_chunk(rows: int, heads: int, positions: int) -> int:
+def context_chunk(rows: int, kv_heads: int, positions: int) -> int:
     """Tokens of a context that one block of decode attention goes through.
 
     All of them where rows and heads alone fill a GPU; else parts, whose results are merged. So the order of a row's
     sums depends on the number of rows of the step (its bucket) and on its own context.
     """
-    return positions if rows * heads >= BLOCKS_TO_FILL_A_GPU else min(positions, 512)
+    splits = max(1, BLOCKS_TO_FILL_A_GPU // (rows * -(-kv_heads // HEADS_OF_A_BLOCK)))
+    return max(SHORTEST_CHUNK, -(-positions // splits))
 
 
-BLOCKS_TO_FILL_A_GPU = 512
+BLOCKS_TO_FILL_A_GPU, HEADS_OF_A_BLOCK, SHORTEST_CHUNK = 256, 2, 256
 SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 4}  # parts of the sum over d_in, added by the expand that follows

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from slora_ref.errors import KernelError
+from slora_ref.ops import grids
+from slora_ref.ops.grids import blocks as _blocks
 from slora_ref.ops.launch import Arguments, Grid, Launch
 
 HALVES = ("float16", "bfloat16")
@@ -42,10 +44,6 @@ class Rung:
     dtypes: tuple[str, ...] = ALL
     after_start: bool = False
     suits: Callable[[SimpleNamespace], bool] | None = None
-
-
-def _blocks(items: int, each: int) -> int:
-    return max(1, -(-items // each))
 
 
 def _outputs(sizes: SimpleNamespace) -> int:
@@ -88,11 +86,6 @@ def _shrink_blocks(sizes: SimpleNamespace) -> int:
 
 
 RING = 96 << 10  # bytes of shared memory of the tensor core rungs: two blocks on a multiprocessor
-
-
-def _attention_words(sizes: SimpleNamespace) -> int:
-    """Scores of a block's threads and a sum for each column of a head."""
-    return int(4 * (128 + sizes.head_dim))
 
 
 RUNGS: Mapping[str, Rung] = {
@@ -150,12 +143,37 @@ RUNGS: Mapping[str, Rung] = {
         after_start=True,
         suits=lambda s: s.rows > 512,
     ),
-    "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), _attention_words),
+    "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), grids.attention_words),
+    "paged_attention_decode_2_vector": Rung(
+        256, lambda s: (s.heads, s.rows, s.splits), lambda s: 4 * 8 * s.head_dim, suits=grids.fits_registers
+    ),
+    "paged_attention_decode_3_in_flight": Rung(
+        256,
+        lambda s: (grids.decode_blocks(s), s.rows, s.splits),
+        lambda s: 4 * 8 * 256 * grids.shared_by(s),
+        HALVES,
+        after_start=True,
+        suits=grids.fits_registers,
+    ),
     "paged_attention_merge_1_naive": Rung(128, lambda s: (s.heads, s.rows, 1), after_start=True),
-    "paged_attention_prefill_1_naive": Rung(128, lambda s: (s.heads, s.tile_count, 1), _attention_words),
+    "paged_attention_merge_2_warp": Rung(128, lambda s: (_blocks(s.heads, 4), s.rows, 1), after_start=True),
+    "paged_attention_prefill_1_naive": Rung(128, lambda s: (s.heads, s.tile_count, 1), grids.attention_words),
+    "paged_attention_prefill_2_rows": Rung(
+        128, lambda s: (s.heads, s.tile_count, 1), grids.staged_rows, suits=grids.fits_registers
+    ),
+    "paged_attention_prefill_3_tensor_cores": Rung(
+        128,
+        lambda s: (s.heads, _tile_blocks(s, s.heads, 8192), 1),
+        48 << 10,
+        HALVES,
+        after_start=True,
+        suits=grids.fits_registers,
+    ),
     "rope_store_1_naive": Rung(128, lambda s: (s.rows, 1, 1)),
+    "rope_store_2_vector": Rung(128, lambda s: (_blocks(grids.pieces(s), 128), s.rows, 1), after_start=True),
     "rms_norm_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 4 * 128),
     "rms_norm_2_vector": Rung(256, lambda s: (s.rows, 1, 1)),
+    "rms_norm_3_registers": Rung(grids.norm_threads, lambda s: (s.rows, 1, 1)),
     "silu_mul_1_naive": Rung(128, lambda s: (_blocks(s.ffn, 128), s.rows, 1)),
     "silu_mul_2_vector": Rung(128, lambda s: (_blocks(s.ffn, 128 * 8), s.rows, 1)),
     "gather_rows_1_naive": Rung(256, lambda s: (_blocks(s.columns, 256), s.rows, 1)),
@@ -164,8 +182,12 @@ RUNGS: Mapping[str, Rung] = {
     "sample_draw_1_philox": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),
     "argmax_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 12 * 128),
     "argmax_2_vector": Rung(512, lambda s: (s.rows, 1, 1)),
+    "argmax_3_in_flight": Rung(512, lambda s: (s.rows, 1, 1)),
     "load_pages_1_naive": Rung(256, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 256)), 1, 1)),
     "load_pages_2_vector": Rung(512, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 512 * 8)), 1, 1)),
+    "load_pages_3_whole_pages": Rung(
+        512, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 512 * 8)), 1, 1), after_start=True
+    ),
 }
 
 
