@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("bench", help="measure, with machine and versions")
     benches = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _add(benches, "host", "policy, scheduler, allocator and tables, without a model", _host, on_gpu=False)
-    _add(benches, "kernels", "the LoRA kernels, needs a GPU", _kernels)
+    _add(benches, "kernels", "the kernels beside their floors and libraries, needs a GPU", _kernels)
     add_serving(benches, _add)
     decode = _add(benches, "decode", "a decode step of a large model, part by part, needs a GPU", _decode)
     defaults, default = DecodeOptions(), "(default: %(default)s)"

@@ -1,4 +1,4 @@
-"""`slora-ref bench kernels`: the LoRA kernels against the memory's limit and the vendor's library.
+"""`slora-ref bench kernels`: the kernels against the memory's limit and the vendor's libraries.
 
-cases.py needs no GPU; run.py and what it imports need CuPy.
+cases.py and attention_cases.py need no GPU; run.py and what else it imports need CuPy.
 """

@@ -10,6 +10,7 @@ import cupy
 from slora_ref.bench.kernels.cases import LoraCase, lora_cases
 from slora_ref.bench.kernels.library import Grouped, Padded
 from slora_ref.bench.kernels.lora import LoraProjection, make_pool
+from slora_ref.bench.kernels.others import measure_attention, measure_rows
 from slora_ref.bench.kernels.timing import Graph
 from slora_ref.ops.cuda_blas import Cublas
 from slora_ref.ops.cuda_kernels import CudaKernels
@@ -20,7 +21,7 @@ BASELINES: dict[str, type[Padded] | type[Grouped]] = {"cublas_batched_padded": P
 
 
 def bench_kernels(say: Say) -> list[dict[str, Any]]:
-    """Shrink + expand of every case: microseconds, floor, error of the replayed graph, and two baselines."""
+    """Shrink + expand of every case, beside two libraries; attention; the others. Errors are of the replayed graphs."""
     kernels, library, rows = CudaKernels(), Cublas(), []
     columns = f"{'us':>8} {'floor':>7} {'part':>5} {'error':>8}"
     say(f"{'case':12} {'rows':>5} {'adapters':>8} {'rank':>4} {columns}  library: padded, grouped")
@@ -30,6 +31,9 @@ def bench_kernels(say: Say) -> list[dict[str, Any]]:
             if case.dtype == dtype:
                 rows.append(measure(case, pool, kernels, library))
                 say(line(rows[-1]))
+        rows += measure_attention(pool, kernels, say)
+        if dtype == "float16":
+            rows += measure_rows(pool, kernels, say)
         del pool
         cupy.get_default_memory_pool().free_all_blocks()
     return rows
