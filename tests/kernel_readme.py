@@ -1,14 +1,16 @@
-"""Fills the ladder of kernels_cu/README.md from the heads of the .cu files: `python tests/kernel_readme.py`.
+"""Fills the ladder of kernels_cu/README.md: `python tests/kernel_readme.py`. Nobody writes a number by hand.
 
-`measured` adds columns: by title, the text of each kernel that was measured. Nobody writes a number by hand.
+Texts are from the heads of the .cu files, numbers from the committed results of `slora-ref bench kernels`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -16,6 +18,7 @@ from slora_ref.ops.rungs import RUNGS, ladder, operation_of  # noqa: E402
 
 FOLDER = ROOT / "kernels_cu"
 README = FOLDER / "README.md"
+RESULTS = ROOT / "slora_ref" / "bench" / "results" / "KERNELS-H200.json"
 PART = re.compile(r"(<!-- begin ladder -->\n).*?(<!-- end ladder -->)", re.DOTALL)
 
 
@@ -25,6 +28,26 @@ def new_here(kernel: str) -> str:
     found = re.search(r"^// new here: (.*?)^// limits:", text, re.DOTALL | re.MULTILINE)
     assert found, f"{kernel}.cu has no 'new here'"
     return " ".join(line.strip() for line in found[1].replace("//", "").splitlines())
+
+
+def measured() -> dict[str, dict[str, str]]:
+    """By title of a column, the text of each kernel whose ladder was timed."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    texts = {
+        kernel: f"{us:.1f} ({shape_of(row)}{', with decode' if operation_of(kernel).endswith('merge') else ''})"
+        for row in results["rows"]
+        for kernel, us in row.get("rungs", {}).items()
+    }
+    return {f"us on an {results['machine']['gpu']} (shape)": texts}
+
+
+def shape_of(row: Mapping[str, Any]) -> str:
+    """What of a result's row a reader needs to place its time."""
+    if "context" in row:
+        return f"{row['batch']} x {row['context']}"
+    if row["operation"] == "load_pages":
+        return f"{row['bytes'] / 1e6:.1f} MB"
+    return f"{row['rows']} rows" + (f", rank {row['rank']}" if "rank" in row else "")
 
 
 def table(measured: Mapping[str, Mapping[str, str]]) -> str:
@@ -42,10 +65,10 @@ def table(measured: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def filled(text: str, measured: Mapping[str, Mapping[str, str]] | None = None) -> str:
+def filled(text: str) -> str:
     """`text` with the ladder replaced."""
     assert PART.search(text), "the README has no part for the ladder"
-    return PART.sub(lambda found: f"{found[1]}{table(measured or {})}\n{found[2]}", text)
+    return PART.sub(lambda found: f"{found[1]}{table(measured())}\n{found[2]}", text)
 
 
 if __name__ == "__main__":

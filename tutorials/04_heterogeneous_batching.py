@@ -309,7 +309,7 @@ table(["rank", "MB", "floor, us", "ours, us", "cuBLAS batched, us", "cuBLAS grou
 prompts = [
     row
     for row in result["rows"]
-    if (row["case"], row["dtype"], row["d_in"], row["d_outs"]) == ("prefill", "float16", 4096, [4096])
+    if (row["operation"], row["case"], row["dtype"]) == ("lora", "prefill", "float16") and row["d_outs"] == [4096]
 ]
 rows = []
 for row in prompts:
