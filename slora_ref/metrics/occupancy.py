@@ -1,19 +1,10 @@
-"""Numbers about a run: percentiles of latencies and what the pool held over time. It knows no engine."""
+"""Occupancy: what the pool held over time. It knows no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from slora_ref.pager import PoolUsage
-
-
-def percentile(values: Iterable[float], percent: float) -> float | None:
-    """The percentile with linear interpolation (NumPy's default); None for no values."""
-    listed = list(values)
-    return float(np.percentile(listed, percent)) if listed else None
 
 
 @dataclass
@@ -40,3 +31,8 @@ class Occupancy:
     def peak_used(self) -> int:
         """Most pages of both at the same time."""
         return max((usage.kv + usage.adapter for usage in self.usages), default=0)
+
+    def mean_share(self, kind: str) -> float:
+        """The mean part of the pool that is `kv`, `adapter` or `free`, over the samples; 0 without any."""
+        shares = [getattr(usage, kind) / (usage.kv + usage.adapter + usage.free) for usage in self.usages]
+        return sum(shares) / len(shares) if shares else 0.0
