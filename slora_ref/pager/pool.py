@@ -152,6 +152,10 @@ class PagePool(PageStorage):
         """The slot of a resident adapter; -1 for the base model (adapter_id -1)."""
         return -1 if adapter_id < 0 else self._adapter_slots[adapter_id]
 
+    def adapter_in(self, slot: int) -> int:
+        """The adapter that holds a slot."""
+        return next(adapter_id for adapter_id, held in self._adapter_slots.items() if held == slot)
+
     def open_adapter(self, adapter_id: int, shape: AdapterShape) -> Int[Array, " pages"]:
         """Allocates the pages of an adapter and enters it in the tables; its weights are written by write_adapter.
 
