@@ -14,7 +14,7 @@ NAMES  := python3 python3.11 python3.12 python3.13 python3.14 python
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in $(NAMES); do $$name -c '$(USABLE)' >/dev/null 2>&1 && { echo $$name; break; }; done)
 
-.PHONY: demo test lint oracle tutorials kernels clean
+.PHONY: demo test lint oracle tutorials kernels simulators clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -42,6 +42,10 @@ tutorials: $(STAMP)test
 # Compiles every kernel for sm_80 to sm_90, without a GPU, and prints registers and shared memory.
 kernels: $(STAMP)test
 	$(BIN)/python -m slora_ref.ops.nvrtc
+
+# Replays the paper's points in the simulator and in three that are wrong on purpose; minutes. The result is committed.
+simulators: $(STAMP)base
+	$(BIN)/python -m slora_ref.paper.wrong
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

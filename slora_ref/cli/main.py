@@ -17,10 +17,11 @@ from slora_ref.cli.demo import add_parser as add_demo
 from slora_ref.cli.generate import add_parser as add_generate
 from slora_ref.cli.inspect import add_parser as add_inspect
 from slora_ref.cli.output import give_up_stdout, print_anywhere
+from slora_ref.cli.paper import add_parser as add_paper
 from slora_ref.config.fields import show
 from slora_ref.errors import SloraError
 
-COMMANDS = (add_demo, add_generate, add_inspect, add_bench)
+COMMANDS = (add_demo, add_generate, add_inspect, add_bench, add_paper)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,1 @@
+"""The paper's evaluation, replayed in the simulator beside the raw numbers of the authors."""
