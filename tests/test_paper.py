@@ -16,6 +16,7 @@ from slora_ref.paper.bars import Closeness, closeness, errors
 from slora_ref.paper.constants import fitted_constants
 from slora_ref.paper.experiments import EXPERIMENTS
 from slora_ref.paper.packed import play_packed
+from slora_ref.paper.page import page
 from slora_ref.paper.play import Row, compare, play, play_all
 from slora_ref.paper.points import FITTED_RUNS, Point, null_model
 from slora_ref.paper.run import Run
@@ -42,7 +43,7 @@ def row(metric: str, ours: float, theirs: float, fitted: bool = False, system: s
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("table3", 18),
+        ("table3", 20),
         ("table4", 5),
         ("table5", 4),
         ("fig5", 80),
@@ -201,3 +202,8 @@ def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureF
     except SystemExit as stop:
         code = int(stop.code or 0)
     assert code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+def test_the_results_page_is_what_its_files_say() -> None:
+    path = Path(__file__).parents[1] / "slora_ref" / "paper" / "results" / "README.md"
+    assert path.read_text(encoding="utf-8") == page(), "python -m slora_ref.paper.page writes it anew"

@@ -24,7 +24,8 @@ def merge_and_switch(folder: Path, config: EngineConfig) -> Engine:
     """One adapter at a time, merged into the weights: another executor, and the policy that it needs."""
     scheduler, prefetcher, executor, clock, model, tokenizer = build_parts(folder, config, OneAdapter())
     assert isinstance(executor, ModelExecutor), f"merging runs on the CPU, not in a {type(executor).__name__}"
-    return Engine(scheduler, prefetcher, MergingExecutor(executor, prefetcher.store), clock, model, tokenizer)
+    merging = MergingExecutor(executor, prefetcher.store, scheduler.pool)
+    return Engine(scheduler, prefetcher, merging, clock, model, tokenizer)
 
 
 def padded_bmm(folder: Path, config: EngineConfig) -> Engine:

@@ -28,17 +28,18 @@ class MergingExecutor:
     Args:
         inner: runs the model; its weights are replaced, never changed.
         store: whose folders the adapters come from.
+        pool: knows which adapter a slot holds.
     """
 
-    def __init__(self, inner: ModelExecutor, store: AdapterStore) -> None:
-        self.inner, self.store = inner, store
+    def __init__(self, inner: ModelExecutor, store: AdapterStore, pool: PagePool) -> None:
+        self.inner, self.store, self.pool = inner, store, pool
         self.pristine = inner.model.weights
         self.merges = 0
         self._merged = BASE_MODEL
 
     def run(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step, after a switch where it is another adapter's."""
-        adapter = _adapter_of(batch, self.inner.model.pool)
+        adapter = _adapter_of(batch, self.pool)
         if adapter != self._merged:
             self._switch(adapter)
         alone = replace(batch.segments, adapter=np.full_like(batch.segments.adapter, -1))

@@ -36,7 +36,7 @@ FIXED = (
     "S2 a10g n=1 R=2 slora",
     "S4 a100-40 n=50 R=2 slora",
     "S2 a10g n=200 R=1.5 slora",
-    "S4 a100-80 n=400 R=4 slora",
+    "S4 a100-80 n=400 R=2 slora",
     "S2 a100-80 n=5 slora",
 )
 """The points that are replayed in every test run."""
