@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,17 +85,11 @@ def test_switching_back_and_forth_does_not_drift() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_merged_weights_are_the_references(name: str) -> None:
+def test_merged_weights_are_the_model_with_the_adapter(name: str) -> None:
     model = ModelConfig.from_folder(model_folder())
     weights = load_checkpoint(model_folder(), model, "float32")
     adapter = load_adapter(read_header(adapter_folder(name), model), model)
-    merged: Any = merged_weights(model, weights, adapter)
-    for layer, dense in zip(merged.layers, Reference(model, weights, adapter).projections, strict=True):
-        whole = {
-            "qkv": np.concatenate([dense["q_proj"], dense["k_proj"], dense["v_proj"]]),
-            "o": dense["o_proj"],
-            "gate_up": np.concatenate([dense["gate_proj"], dense["up_proj"]]),
-            "down": dense["down_proj"],
-        }
-        for field, expected in whole.items():
-            assert np.allclose(getattr(layer, field), expected, atol=1e-5), field
+    ids = [3, 7, 11, 5, 80, 2]
+    merged = Reference(model, merged_weights(model, weights, adapter)).logits(ids)
+    assert np.abs(merged - Reference(model, weights, adapter).logits(ids)).max() < 1e-4
+    assert np.abs(merged - Reference(model, weights).logits(ids)).max() > 0.1
