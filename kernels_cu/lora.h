@@ -4,7 +4,7 @@
 // numbers: one load. The last chunk of a piece or of the vector may be ragged, and then is read number by number.
 #pragma once
 
-// Blocks that must fit a multiprocessor. Before sm_90 the same kernels take more registers; one block has enough of them.
+// Blocks that must fit a multiprocessor. Before sm_90 the same kernels take more registers; one block has enough.
 #if ON_DEVICE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int RESIDENT = 1;
 #else
@@ -119,22 +119,19 @@ HELPER void pair_up(unsigned (&b)[4][2]) {
     }
 }
 // t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each
-// row
-// divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. All 256
-// threads.
-// load(from, count): up to four numbers, zeros beyond count.
-template <class Load>
+// row divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. For all
+// THREADS of a block. load(from, count): up to four numbers, zeros beyond count.
+template <int THREADS = 256, class Load>
 HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int count, int tall, int ranks, int deep,
-        int row_stride,
-                    int splits, long long split_stride, float scale) {
+                    int row_stride, int splits, long long split_stride, float scale) {
     int wide = deep <= 32 ? 8 : deep <= 64 ? 16 : 32, j = threadIdx.x % wide * 4;  // threads of a row; four ranks each
-    for (int first = threadIdx.x / wide; first < tall; first += 512 / wide) {      // two rows at a time
+    for (int first = threadIdx.x / wide; first < tall; first += 2 * THREADS / wide) {  // two rows at a time
         float sums[2][4] = {};
         for (int split = 0; split < splits; split += 4) {  // and four splits
             float4 part[8];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                int row = first + k % 2 * 256 / wide;
+                int row = first + k % 2 * THREADS / wide;
                 const float* at = from + (split + k / 2) * split_stride + row * static_cast<long long>(row_stride) + j;
                 part[k] = load(at, split + k / 2 < splits && row < count ? ranks - j : 0);
             }
@@ -146,10 +143,12 @@ HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int co
         }
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            int row = first + k * 256 / wide;
+            int row = first + k * THREADS / wide;
             float largest = 0;
-            for (int i = 0; i < 4; i++) sums[k][i] = j + i < ranks ? sums[k][i] : 0, largest = fmaxf(largest,
-                    fabsf(sums[k][i]));
+            for (int i = 0; i < 4; i++) {
+                sums[k][i] = j + i < ranks ? sums[k][i] : 0;
+                largest = fmaxf(largest, fabsf(sums[k][i]));
+            }
             for (int step = wide / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
             int power = largest > 0 ? ilogbf(largest) : 0;
             float down = ldexpf(1.0f, -power);
@@ -187,6 +186,22 @@ HELPER int count_runs(int size, const int (&d_out)[3], int width) {
 #pragma unroll
     for (int target = 0; target < 3; target++) runs += ceil_div(chunks_of(d_out[target], width), size);
     return runs;
+}
+
+// The shrink of `count` rows and `columns` columns of A from j0 on, number by number: likewise.
+HELPER void shrink_plainly(float* t, int t_stride, const Num* x, int x_stride, const Num* pages, int page_stride,
+                           const int* ids, int width, int d_in, int split, int splits, int count, int j0, int columns) {
+    int each = ceil_div(d_in, splits), last = min((split + 1) * each, d_in), pieces = pieces_of(d_in, width);
+    wait_for_previous();
+    for (int pair = threadIdx.x; pair < count * columns; pair += blockDim.x) {
+        int row = pair / columns, j = j0 + pair % columns;
+        float sum = 0;
+        for (int k = split * each; k < last; k++) {
+            const Num* column = page_at(pages, ids[j * pieces + k / width], page_stride);
+            sum += to_float(page_at(x, row, x_stride)[k]) * to_float(column[k % width]);
+        }
+        t[static_cast<long long>(row) * t_stride + j] = sum;
+    }
 }
 
 // The expand of rows row0 .. and a run of chunks, number by number: where numbers do not come in eights.

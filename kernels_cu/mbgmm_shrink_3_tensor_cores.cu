@@ -29,19 +29,6 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
     bool whole = whole_chunks(pages, width,
             page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
 
-    // Where numbers do not come in eights
-    auto multiply_plainly = [&](int row0, int count, Lora adapter, int columns) {
-        for (int pair = threadIdx.x; pair < count * columns; pair += 32 * WARPS) {
-            int row = row0 + pair / columns, j = j0 + pair % columns, last = min((split + 1) * ceil_div(d_in,
-                    splits), d_in);
-            float sum = 0;
-            for (int k = split * ceil_div(d_in, splits); k < last; k++) {
-                const Num* column = page_at(pages, page_table[adapter.a + j * pieces + k / width], page_stride);
-                sum += to_float(page_at(x, row, x_stride)[k]) * to_float(column[k % width]);
-            }
-            t[((split * static_cast<long long>(rows) + row) * targets + target) * t_columns + j] = sum;
-        }
-    };
     auto multiply = [&](int row0, int count, Lora adapter, auto constant) {
         constexpr int TILES = decltype(constant)::VALUE, STEPS = TILES == 1 ? 4 : LOADS / TILES;
         float sums[TILES][4] = {};
@@ -100,7 +87,10 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
         int columns = min(COLUMNS, adapter.rank - j0);
         for (int row = 0; columns > 0 && row < tile.y; row += ROWS) {
             int row0 = tile.x + row, count = min(ROWS, tile.y - row);
-            if (!whole) multiply_plainly(row0, count, adapter, columns);
+            float* to = t + ((split * static_cast<long long>(rows) + row0) * targets + target) * t_columns;
+            if (!whole)
+                shrink_plainly(to, targets * t_columns, page_at(x, row0, x_stride), x_stride, pages, page_stride,
+                               page_table + adapter.a, width, d_in, split, splits, count, j0, columns);
             else if (columns <= 8) multiply(row0, count, adapter, Constant<1>());
             else if (columns <= 16) multiply(row0, count, adapter, Constant<2>());
             else if (columns <= 32) multiply(row0, count, adapter, Constant<4>());

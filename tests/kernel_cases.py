@@ -95,6 +95,7 @@ def page_gap(width: int, dtype: str) -> int:
 
 # --- LoRA ---
 
+LORA = ("mbgmv_", "mbgmm_", "lora_shrink", "lora_expand")
 
 @dataclass(frozen=True)
 class LoraShape:
@@ -116,16 +117,22 @@ class LoraShape:
 
 
 def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape) -> Case:
-    """A case of mbgmv_shrink, mbgmv_expand, mbgmm_shrink or mbgmm_expand."""
+    """A case of mbgmv_shrink, mbgmv_expand, mbgmm_shrink, mbgmm_expand, lora_shrink or lora_expand."""
     rng = np.random.default_rng(seed)
     layout, targets = lay_out(rng, dtype, shape), len(shape.d_outs)
     owners = [adapter for adapter, length in shape.segments for _ in range(length)]
-    single = operation.startswith("mbgmv")
+    single, together = operation.startswith("mbgmv"), operation.startswith("lora")
     entries = [(adapter, row, 1) for row, adapter in enumerate(owners)] if single else cut_tiles(rng, shape)
+    alone = {row for row, (adapter, length) in zip(starts(shape), shape.segments, strict=True) if length == 1}
+    if together:  # those with several rows first, those without any last
+        entries.sort(key=lambda entry: 2 if entry[2] == 0 else entry[1] in alone)
     lora = np.zeros((targets, len(entries), 4), np.int32)
     for target, (i, entry) in itertools.product(range(targets), enumerate(entries)):
         lora[target, i] = layout.lora.get((entry[0], target), (0, 0, 0, 0))
     tiles = [] if single else [np.array([entry[1:] for entry in entries], np.int32).reshape(-1, 2)]
+    if together:
+        kinds = [(count > 0, count > 0 and first not in alone) for _, first, count in entries]
+        tiles.append(np.array([sum(tall for _, tall in kinds), sum(used for used, _ in kinds)], np.int32))
     common = (layout.pages, layout.table, lora, *tiles)
     t_columns = -(-max(1, *map(max, shape.ranks)) // 8) * 8
     t = np.full((shape.splits, len(owners), targets, t_columns), np.nan, np.float32)
@@ -139,20 +146,30 @@ def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape) -> Case:
             want[row, target, : layout.lora[key][2]] = x[row].astype(np.float64) @ layout.a[key]
             written[:, row, target] = True
         arguments = getattr(lora_arguments, operation)(t, x, *common)
-        return Case(
-            operation, dtype, arguments, {"t": want}, lambda after: {"t": after["t"].sum(axis=0)}, {"t": ~written}
-        )
+        if together:
+            written[1:, list(alone)] = False
+
+        def summed(after: dict[str, Any]) -> dict[str, np.ndarray]:
+            return {"t": after["t"].sum(axis=0, where=written.any(axis=(2, 3), keepdims=True))}
+
+        return Case(operation, dtype, arguments, {"t": want}, summed, {"t": ~written})
     y = store(normal(rng, len(owners), sum(shape.d_outs)), dtype, shape.gap)
     want, written, ends = y.astype(np.float64), np.zeros(y.shape, np.bool_), np.cumsum(shape.d_outs)
     for row, target, key in work:
         _, _, rank, scale = layout.lora[key]
-        t[:, row, target, :rank] = normal(rng, shape.splits, rank)
+        split = slice(0, 1 if together and row in alone else shape.splits)
+        t[split, row, target, :rank] = normal(rng, split.stop, rank)
         columns = slice(ends[target] - shape.d_outs[target], ends[target])
-        delta = t[:, row, target, :rank].sum(axis=0, dtype=np.float64) @ layout.b[key]
+        delta = t[split, row, target, :rank].sum(axis=0, dtype=np.float64) @ layout.b[key]
         want[row, columns] += np.int32(scale).view(np.float32) * delta
         written[row, columns] = True
     arguments = getattr(lora_arguments, operation)(y, t, *common, shape.d_outs)
     return Case(operation, dtype, arguments, {"y": want}, untouched={"y": ~written})
+
+
+def starts(shape: LoraShape) -> list[int]:
+    """The first row of each segment."""
+    return list(itertools.accumulate((length for _, length in shape.segments[:-1]), initial=0))
 
 
 def cut_tiles(rng: np.random.Generator, shape: LoraShape) -> list[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """Faults planted in the kernels, one substitution each. The tests of the kernels must see every one of them.
 
 The last rung of an operation has a mutant for each barrier and each bounds guard; every other rung has at least two.
-The old text must occur once in the file. A kernel with a mutant that survives has a test that does not look.
+The old text must occur once in the file and its headers. A kernel whose mutant survives has a test that does not look.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "mbgmv_shrink_3_in_flight": [
         ("__syncthreads();  // x_part is written before all warps multiply with it", ""),
-        ("__syncthreads();  // x_part is read before the next pass overwrites it", ""),
+        ("__syncthreads();  // x_part is read before the next pass, or the next row, overwrites it", ""),
+        ("if (j + k < adapter.rank && lane == 0)", "if (lane == 0)"),
+        ("if (SUMS == 2) sum += sums[k * SUMS + 1];", ""),
         ("x_part[32 * u + lane]", "x_part[32 * u + (lane ^ 1)]"),
     ],
     "mbgmv_expand_2_vector": [
@@ -87,6 +89,24 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("__syncthreads();  // the ring is read before the next product fills it", ""),
         ("if (row < count && c < chunks)", "if (c < chunks)"),
         ("min(my_row + k * STEP, ranks - 1)", "min(my_row + k * STEP, 0)"),
+    ],
+    "lora_shrink_1_together": [
+        ("__syncwarp();  // all lanes' copies have landed before any lane multiplies with them", ""),
+        ("__syncthreads();  // all warps' parts are written before they are added", ""),
+        ("if (row < count && j < adapter.rank)", "if (j < adapter.rank)"),
+        ("if (row < count && j + 1 < adapter.rank)", "if (j + 1 < adapter.rank)"),
+        ("min(end, (piece + 1) * per_piece) - first", "end - first"),
+        ("if (work.tile >= used) break;", "if (work.tile >= used - 1) break;"),
+        ("of_row = ceil_div(t_columns, WARPS * own)", "of_row = t_columns / (2 * WARPS * own)"),
+    ],
+    "lora_expand_1_together": [
+        ("__syncthreads();  // t_tile and up are written before all warps read them", ""),
+        ("__syncthreads();  // t_row is read before the next one is written", ""),
+        ("chunk_of(r).count && r / 4 * 8 + g < count", "chunk_of(r).count"),
+        ("chunk_of(r).count && r / 4 * 8 + g < count", "r / 4 * 8 + g < count"),
+        ("pair_up(b[q / 4][k]);", ";"),
+        ("if (!work.alone || adapter.rank == 0) continue;", "if (adapter.rank == 0) continue;"),
+        ("if (work.tile >= used) break;", "if (work.tile >= tall) break;"),
     ],
     "paged_attention_decode_1_naive": [
         ("__syncthreads();  // scores are written before any thread reads them", ""),

@@ -8,7 +8,7 @@ from typing import Any
 
 import kernel_cases as cases
 from hypothesis import strategies as st
-from kernel_cases import Case, LoraShape
+from kernel_cases import LORA, Case, LoraShape
 
 Draw = Any
 RANKS = (*range(1, 66), 128)
@@ -62,7 +62,7 @@ def built(function: Callable[..., Case], dtype: str, **drawn: st.SearchStrategy[
 def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
     """What Hypothesis draws for an operation: a case still to be made."""
     small, row_counts = st.integers(1, 5), st.integers(1, 6)
-    if operation.startswith("mbgm"):
+    if operation.startswith(LORA):
         return built(cases.lora_case, dtype, operation=st.just(operation), shape=lora_shapes())
     contexts = st.lists(st.one_of(st.just(-1), CONTEXTS), min_size=1, max_size=4)
     table = {
@@ -129,12 +129,17 @@ SMALL_LORA = LoraShape(
 WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
 LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column than a warp has in flight
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
+MANY_LORA = LoraShape(16, 16, (16,), [[5]], [(0, 1)] * 420)  # more pieces of work than blocks
+PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
 
 
 def fixed_cases(operation: str, dtype: str) -> list[Case]:
     """A few small cases with every kind of edge. A mutant is caught if any of them fails."""
-    if operation.startswith("mbgm"):
-        return [cases.lora_case(operation, dtype, 1, shape) for shape in (SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA)]
+    if operation.startswith(LORA):
+        shapes = [SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA]
+        if operation.startswith("lora"):
+            shapes += [MANY_LORA, PAGED_LORA]
+        return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
         "lora_join": lambda: [cases.join_case(dtype, 1, 3, 2, 7, 3), cases.join_case(dtype, 2, 2, 1, 40, 1)],
         "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],

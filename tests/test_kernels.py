@@ -72,7 +72,7 @@ def test_drawn_shapes(backend: str, kernel: str, dtype: str, data: Any) -> None:
         case.check(run(each, kernel, case))
 
 
-LORA = [pair for pair in KERNELS if pair[0].startswith("mbgm")]
+LORA = [pair for pair in KERNELS if pair[0].startswith(cases.LORA)]
 
 
 @pytest.mark.parametrize("kernel", sorted({kernel for kernel, _ in LORA}))
@@ -98,14 +98,15 @@ def test_a_long_context(kernel: str, dtype: str) -> None:
 
 # --- a row's bits do not depend on other rows, on the segment's length or on the order of pages ---
 
-BITWISE = [(k, d) for k, d in KERNELS if k.startswith(("mbgm", "paged_attention_decode", "paged_attention_prefill"))]
+ORDERED = (*cases.LORA, "paged_attention_decode", "paged_attention_prefill")
+BITWISE = [(kernel, dtype) for kernel, dtype in KERNELS if kernel.startswith(ORDERED)]
 EACH_BITWISE = pytest.mark.parametrize(("kernel", "dtype"), BITWISE, ids=lambda value: value)
 OUTPUT = {"shrink": "t", "expand": "y", "decode": "out", "prefill": "out"}
 MANY = LoraShape(48, 200, (130, 40), [[17, 5], [3, 40]], [(0, 9), (1, 1), (-1, 1), (1, 13)], splits=2)
 
 
 def bitwise_case(operation: str, dtype: str) -> Case:
-    if operation.startswith("mbgm"):
+    if operation.startswith(cases.LORA):
         return cases.lora_case(operation, dtype, 7, MANY)
     if operation.endswith("decode"):
         return cases.decode_case(dtype, 7, 2, 2, 64, (150, 31, 90), 1)

@@ -89,10 +89,15 @@ def segments_of(pairs: list[tuple[int, int]]) -> Segments:
     return Segments(adapters, np.cumsum(lengths) - lengths, lengths)
 
 
-@given(pairs=SEGMENTS, padding=st.integers(0, 5))
-def test_a_plan_serves_each_row_once_and_base_rows_never(pairs: list[tuple[int, int]], padding: int) -> None:
+MODES = {"together": st.booleans(), "fixed": st.booleans()}
+
+
+@given(pairs=SEGMENTS, padding=st.integers(0, 5), **MODES)
+def test_a_plan_serves_each_row_once_and_base_rows_never(
+    pairs: list[tuple[int, int]], padding: int, together: bool, fixed: bool
+) -> None:
     owners = np.array([adapter for adapter, length in pairs for _ in range(length)] + [-1] * padding)
-    made = plan.plan_lora(segments_of(pairs), len(owners))
+    made = plan.plan_lora(segments_of(pairs), len(owners), together, fixed)
     served = made.row_slots.astype(np.int64)
     for (first, count), slot in zip(made.tiles.tolist(), made.tile_slots.tolist(), strict=True):
         assert (count == 0) == (slot == -1)
@@ -100,15 +105,32 @@ def test_a_plan_serves_each_row_once_and_base_rows_never(pairs: list[tuple[int, 
         assert (served[first : first + count] == -1).all(), "a row is served twice"
         served[first : first + count] = slot
     assert (served == owners).all()
-    assert made.single == (made.row_slots >= 0).any()
-    assert made.shared == (made.tile_slots >= 0).any()
+    tall, used = made.counts
+    assert ((made.tile_slots >= 0) == (np.arange(len(made.tiles)) < used)).all(), "unused entries come last"
+    alone = [row for (adapter, n), row in zip(pairs, segments_of(pairs).start, strict=True) if adapter >= 0 and n == 1]
+    assert sorted(made.tiles[tall:used, 0]) == (alone if made.kernels == ("lora",) else [])
 
 
-@given(one=SEGMENTS, other=SEGMENTS)
-def test_the_size_of_a_plan_depends_on_the_number_of_rows_alone(one: Any, other: Any) -> None:
+@given(pairs=SEGMENTS, together=st.booleans())
+def test_kernels_without_work_are_left_out_unless_launches_are_fixed(pairs: Any, together: bool) -> None:
+    rows = sum(length for _, length in pairs)
+    single, shared = (any(a >= 0 and (n > 1 if many else n == 1) for a, n in pairs) for many in (False, True))
+    one_launch = together and rows <= plan.TOGETHER_UP_TO
+    made = plan.plan_lora(segments_of(pairs), rows, together)
+    wanted = tuple(name for name, needed in (("mbgmv", single), ("mbgmm", shared)) if needed)
+    assert made.kernels == (("lora",) if one_launch and shared else wanted)
+    fixed = plan.plan_lora(segments_of(pairs), rows, together, fixed=True)
+    assert fixed.kernels == (("lora",) if one_launch else ("mbgmv", "mbgmm"))
+
+
+@given(one=SEGMENTS, other=SEGMENTS, **MODES)
+def test_the_size_of_a_plan_depends_on_the_number_of_rows_alone(
+    one: Any, other: Any, together: bool, fixed: bool
+) -> None:
     """So a captured graph fits: its grids are computed from these sizes."""
     rows = [sum(length for _, length in pairs) for pairs in (one, other)]
-    plans = [plan.plan_lora(segments_of(pairs), max(rows)) for pairs in (one, other)]
+    plans = [plan.plan_lora(segments_of(pairs), max(rows), together, fixed) for pairs in (one, other)]
+    assert not fixed or plans[0].kernels == plans[1].kernels
     assert plans[0].tiles.shape == plans[1].tiles.shape
     assert plans[0].row_slots.shape == plans[1].row_slots.shape
 

@@ -15,12 +15,14 @@ from kernel_mutants import MUTANTS
 from kernel_shapes import fixed_cases
 
 from slora_ref.errors import KernelError
+from slora_ref.kernels import kernels_folder
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
 from slora_ref.ops.kernel_source import kernel_path
 from slora_ref.ops.rungs import RUNGS, ladder, make_launch, operation_of
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(")
 LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}
+HEADERS = sorted(kernels_folder().glob("lora*.h"))
 EACH = [(kernel, old, new) for kernel, mutants in MUTANTS.items() for old, new in mutants]
 
 
@@ -35,11 +37,18 @@ def test_every_barrier_has_a_mutant_and_every_rung_has_two(kernel: str) -> None:
         assert len(removed) >= len(lines), f"{len(lines)} barriers, {len(removed)} mutants that drop one"
 
 
+def test_every_barrier_in_a_header_has_a_mutant() -> None:
+    lines = [line.strip() for path in HEADERS for line in path.read_text("utf-8").splitlines() if BARRIER.search(line)]
+    assert lines and set(lines) <= {old for _, old, new in EACH if not BARRIER.search(new)}
+
+
 @pytest.mark.parametrize(("kernel", "old", "new"), EACH, ids=[f"{kernel}-{old}" for kernel, old, _ in EACH])
 def test_a_mutant_is_caught(kernel: str, old: str, new: str, tmp_path: Path) -> None:
-    text = kernel_path(kernel).read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-    (tmp_path / f"{kernel}.cu").write_text(text.replace(old, new), encoding="utf-8")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (kernel_path(kernel), *HEADERS)}
+    found = {name: text.count(old) for name, text in texts.items() if old in text}
+    assert sum(found.values()) == 1, f"{old!r} occurs: {found}"
+    for name in (*found, f"{kernel}.cu"):
+        (tmp_path / name).write_text(texts[name].replace(old, new), encoding="utf-8")
     assert outcome_of_a_child(lambda: caught(kernel, tmp_path)), "the mutant survives"
 
 

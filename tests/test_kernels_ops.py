@@ -19,6 +19,9 @@ from slora_ref.model import LlamaModel
 from slora_ref.ops import NumpyOps, Ops, Segments, Spans
 from slora_ref.ops.host_ops import HostOps
 from slora_ref.ops.kernel_source import DTYPES
+from slora_ref.ops.launch import Launch
+from slora_ref.ops.tables import AdapterTables, O
+from slora_ref.ops.tape import Work
 from slora_ref.pager import AdapterShape, PageLayout, PagePool
 
 TOLERANCE = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.1}  # of the largest logit
@@ -117,6 +120,60 @@ def test_attention_in_the_tables_of_a_pool(case: Attention) -> None:
     want, bound = attention_oracle(case)
     got = HostOps(np.float32).attention(case.q, case.pages, case.sequence_pages, case.spans)
     assert (np.abs(got - want) <= bound).all()
+
+
+class Recorded(HostOps):
+    """HostOps that notes what it launches."""
+
+    def prepare(self, launch: Launch) -> Work:
+        self.launched = [*getattr(self, "launched", []), launch]
+        return super().prepare(launch)
+
+
+def deltas(ops: HostOps, pairs: list[tuple[int, int]], adapters: int = 3) -> np.ndarray:
+    """[rows, 40] what adapters of rank 9 add to zeros, for segments (adapter, rows); a row's x depends on its place."""
+    rng, width, rank = np.random.default_rng(4), 40, 9
+    pages = (rng.standard_normal((2 * rank * adapters, width)) / 4).astype(ops.dtype)
+    tables = AdapterTables.empty(adapters, 1, 2 * rank)
+    tables.pages[...] = rng.permutation(len(pages)).reshape(adapters, -1)
+    tables.b_start[:, O.targets] = rank
+    tables.rank[:, :, O.targets], tables.scale[:, :, O.targets] = rank, 2.0
+    tables.page_rank[:, O.targets] = rank
+    slots, lengths = np.array(pairs).T
+    segments = Segments(slots, np.cumsum(lengths) - lengths, lengths)
+    x = rng.standard_normal((lengths.sum(), width)).astype(ops.dtype)
+    y = np.zeros_like(x)
+    t = ops.lora_shrink(x, pages, tables, segments, O, 0)
+    ops.lora_expand(y, t, pages, tables, segments, O, 0, (width,))
+    return y
+
+
+STEPS = (
+    [(0, 1), (1, 2), (2, 1), (-1, 1), (0, 17)],
+    [(0, 1), (-1, 2), (2, 1), (1, 1), (0, 17)],
+    [(0, 1), (-1, 20), (1, 1)],
+)
+
+
+@EACH_DTYPE
+def test_the_bits_of_a_row_alone_do_not_depend_on_what_is_launched_for_the_others(dtype: str) -> None:
+    """Whether other segments have several rows decides between one launch and two; rows 0 and 3 have rows alone."""
+    alone = [deltas(HostOps(DTYPES[dtype]), pairs) for pairs in STEPS]
+    assert alone[0][0].any() and alone[0][0].tobytes() == alone[1][0].tobytes() == alone[2][0].tobytes()
+    assert alone[0][3].any() and alone[0][3].tobytes() == alone[1][3].tobytes()
+
+
+@EACH_DTYPE
+def test_fixed_launches_depend_on_the_number_of_rows_alone_and_change_no_bits(dtype: str) -> None:
+    """What a captured graph needs: the same kernels with the same grids, whichever adapters run, also if none does."""
+    launches = []
+    for pairs in (*STEPS, [(-1, 22)], [(slot % 3, 1) for slot in range(22)]):
+        free, fixed = HostOps(DTYPES[dtype], max_rank=16), Recorded(DTYPES[dtype], max_rank=16)
+        fixed.fixed_launches = True
+        assert deltas(free, pairs).tobytes() == deltas(fixed, pairs).tobytes()
+        launches.append([(launch.kernel, launch.grid) for launch in fixed.launched])
+    assert all(each == launches[0] for each in launches)
+    assert sum("lookup" not in kernel for kernel, _ in launches[0]) == (4 if dtype == "float32" else 2)
 
 
 # --- on a GPU ---

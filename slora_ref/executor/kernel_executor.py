@@ -89,7 +89,7 @@ class KernelExecutor:
     def _hidden(self, staged: Staged) -> Float[Array, "rows hidden"]:
         """The rows after the last layer: by the launches of the last step of this shape, if there was one."""
         lora, attention = staged.lora, staged.attention
-        flags = (lora.single, lora.shared, attention.single, attention.shared)
+        flags = (lora.kernels, attention.single, attention.shared)
         key = (staged.rows, flags, self.tables.shape)
         if key in self.tapes:
             self.tapes.move_to_end(key)
@@ -110,7 +110,7 @@ class KernelExecutor:
         """Enters the step's pages, looks its adapters up, and runs the layers."""
         ops, arrays, tables = self.ops, staged.arrays, self.tables
         ops.enter_pages(tables.sequence_pages, arrays.slots, arrays.positions, arrays.k_pages, arrays.v_pages)
-        plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles, arrays.adapters)
+        plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles, arrays.counts, arrays.adapters)
         segments = ops.lora_step(staged.segments, plan, tables.adapters, *places, tables.max_rank, targets)
         spans = AttentionStep(
             **vars(staged.spans),
@@ -135,7 +135,7 @@ class KernelExecutor:
             staged = self.staging.stage(batch, nobody)
             staged = replace(
                 staged,
-                lora=replace(staged.lora, single=True, shared=True),
+                lora=replace(staged.lora, kernels=("mbgmv", "mbgmm", *(("lora",) if self.ops.together else ()))),
                 attention=replace(staged.attention, single=True, shared=True),
             )
             hidden = self._launch_layers(staged, frozenset(range(len(TARGETS))))

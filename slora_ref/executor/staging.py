@@ -15,7 +15,7 @@ import numpy as np
 from slora_ref.batch import Batch
 from slora_ref.ops import KernelOps, Segments, Spans
 from slora_ref.ops.kernel_backend import Ticket
-from slora_ref.ops.plan import AttentionPlan, LoraPlan, plan_attention, plan_lora
+from slora_ref.ops.plan import AttentionPlan, LoraPlan, plan_attention
 from slora_ref.sampler import Sampling
 from slora_ref.shapes import Array, Int
 
@@ -41,7 +41,7 @@ class StepArrays:
     Args:
         token_ids, positions, slots, k_pages, v_pages: [rows] token, its place, its sequence and its two pages.
         adapters: [rows] the slot of its adapter.
-        row_slots, tile_slots, tiles, queries, attention_tiles: of LoraPlan and AttentionPlan.
+        row_slots, tile_slots, tiles, counts, queries, attention_tiles: of LoraPlan and AttentionPlan.
         logit_rows: [logits] rows whose logits are wanted.
         temperature, top_k, top_p, min_p, seeds, places: [logits] of Sampling; temperature 0 where nothing is drawn.
     """
@@ -55,6 +55,7 @@ class StepArrays:
     row_slots: Array
     tile_slots: Array
     tiles: Array
+    counts: Array
     queries: Array
     attention_tiles: Array
     logit_rows: Array
@@ -107,7 +108,7 @@ class Staging:
         if self._sent is not None:
             self._sent.wait()  # the copy of the step before has left the buffer
         rows, logits = bucket(len(batch.token_ids)), max(LEAST_LOGITS, bucket(len(batch.logit_rows)))
-        lora, attention = plan_lora(batch.segments, rows), plan_attention(batch.spans, rows)
+        lora, attention = self._ops.plan_lora(batch.segments, rows), plan_attention(batch.spans, rows)
         host, device, size = self._arrays(rows, logits)
         _fill_rows(host, batch, lora, attention)
         _fill_logits(host, batch, sampling)
@@ -126,12 +127,12 @@ class Staging:
     def _shapes(self, rows: int, logits: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
         """Shape of each array of a bucket, and the dtypes that are not int32."""
         none = np.zeros(0, np.int64)
-        lora = plan_lora(Segments(none, none, none), rows)
+        lora = self._ops.plan_lora(Segments(none, none, none), rows)
         attention = plan_attention(Spans(none, none, none, none), rows)
         of_rows = ("token_ids", "positions", "slots", "k_pages", "v_pages", "adapters", "row_slots")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_rows, (rows,))
-        shapes |= {"tile_slots": lora.tile_slots.shape, "tiles": lora.tiles.shape, "queries": attention.queries.shape}
-        shapes |= {"attention_tiles": attention.tiles.shape}
+        shapes |= {name: getattr(lora, name).shape for name in ("tile_slots", "tiles", "counts")}
+        shapes |= {"queries": attention.queries.shape, "attention_tiles": attention.tiles.shape}
         shapes |= dict.fromkeys(("logit_rows", "temperature", "top_k", "top_p", "min_p", "seeds", "places"), (logits,))
         dtypes: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p"), np.float32)
         return shapes, dtypes | dict.fromkeys(("seeds", "places"), np.uint64)
@@ -162,7 +163,8 @@ def _fill_rows(host: StepArrays, batch: Batch, lora: LoraPlan, attention: Attent
     _pad(host.k_pages, batch.k_pages, NONE)
     _pad(host.v_pages, batch.v_pages, NONE)
     host.adapters[...] = batch.segments.of_rows(len(host.adapters))
-    host.row_slots[...], host.tile_slots[...], host.tiles[...] = lora.row_slots, lora.tile_slots, lora.tiles
+    host.row_slots[...], host.tile_slots[...] = lora.row_slots, lora.tile_slots
+    host.tiles[...], host.counts[...] = lora.tiles, lora.counts
     host.queries[...], host.attention_tiles[...] = attention.queries, attention.tiles
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class LoraStep(Segments):
         slots: [rows] adapter slot of every row, whoever computes it.
         a_page_rank: [adapter_slots, targets] as in AdapterTables.
         extents: [tiles, 2] first row and rows of each tile.
+        counts: [2] the tiles with several rows, the tiles in use.
         page_table: [adapter_slots, table].
         t_columns: columns of t for each target; a_columns: of the part of t that one shard computes.
         targets: those that some adapter may have; a group without any is left out.
@@ -41,6 +42,7 @@ class LoraStep(Segments):
     rows: Array
     tiles: Array
     extents: Array
+    counts: Array
     page_table: Array
     t_columns: int
     a_columns: int
@@ -49,6 +51,12 @@ class LoraStep(Segments):
     slots: Array
     a_page_rank: Array
     targets: frozenset[int]
+
+    def entries(self, kernels: str, layer: int, targets: slice, of_a: bool = False) -> tuple[Array, ...]:
+        """What says to mbgmv, mbgmm or lora kernels who serves what in a layer, in the order of their arguments."""
+        rows, tiles = (self.a_rows, self.a_tiles) if of_a else (self.rows, self.tiles)
+        of_tiles = tiles[layer, targets], self.extents
+        return {"mbgmv": (rows[layer, targets],), "mbgmm": of_tiles, "lora": (*of_tiles, self.counts)}[kernels]
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class KernelBackend(ABC):
         self.dtype = np.dtype(dtype)
         self.rungs = dict(rungs or {})
         self._tape: Tape | None = None
+        self._last = ""  # operation launched
 
     @abstractmethod
     def prepare(self, launch: Launch) -> Work:
@@ -166,4 +175,7 @@ class KernelBackend(ABC):
         kind = self.dtype if dtype is None else np.dtype(dtype)
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
-        self.do(part_of(operation), self.prepare(make_launch(kernel, kind, arguments)))
+        launch = make_launch(kernel, kind, arguments)
+        early = launch.after_start and self._last != "lora_lookup"  # whose result is read before all else
+        self._last = operation
+        self.do(part_of(operation), self.prepare(replace(launch, after_start=early)))

@@ -12,6 +12,7 @@ from slora_ref.config import TARGETS
 from slora_ref.ops import lora_arguments
 from slora_ref.ops.kernel_backend import KernelBackend, LoraStep
 from slora_ref.ops.plan import SHRINK_SPLITS, LoraPlan, plan_lora
+from slora_ref.ops.rungs import has_kernel
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments
 from slora_ref.shapes import Array, Float, Int
 from slora_ref.tp.split import OVER_RANK
@@ -26,6 +27,10 @@ class KernelLora(KernelBackend):
         dtype, rungs: see KernelBackend.
         max_rank: the largest rank that will ever be registered; None: of the adapters resident in each step.
         shards: over which a model is split.
+
+    Attributes:
+        fixed_launches: launch the same LoRA kernels whatever the adapters of a step, as a captured graph must; else
+            those that would find nothing to do are left out. Bits do not change. Set it before a step is planned.
     """
 
     def __init__(
@@ -36,9 +41,19 @@ class KernelLora(KernelBackend):
         shards: int = 1,
     ) -> None:
         super().__init__(dtype, rungs)
-        self.max_rank, self.shards = max_rank, shards
+        self.max_rank, self.shards, self.fixed_launches = max_rank, shards, False
         self._lora: LoraStep | None = None
         self._lora_of: Segments | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether MBGMV and MBGMM can be one launch: there is such a kernel, and nobody chose another one."""
+        chosen = any(operation.startswith("mbgm") for operation in self.rungs)
+        return not chosen and has_kernel("lora_shrink", self.dtype)
+
+    def plan_lora(self, segments: Segments, rows: int) -> LoraPlan:
+        """Which of this backend's kernels serve which rows of a step."""
+        return plan_lora(segments, rows, self.together, self.fixed_launches)
 
     def lora_shrink(
         self,
@@ -58,17 +73,14 @@ class KernelLora(KernelBackend):
         step, targets = self._lora_step(tables, segments, len(x)), self._targets(group)
         columns = step.a_columns if OVER_RANK[group.targets[0]] else step.t_columns
         unused = step.targets.isdisjoint(group.targets)  # then t is nothing, and shards need not send it
-        splits = SHRINK_SPLITS["mbgmm" if step.plan.shared else "mbgmv"]
+        splits = max((SHRINK_SPLITS[kernels] for kernels in step.plan.kernels), default=1)
         t = self.empty("t", (splits, len(x), len(group.targets), 0 if unused else columns), np.float32)
         if unused:
             return t
-        if step.plan.single:
-            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.a_rows[layer, targets]
-            self.run("mbgmv_shrink", lora_arguments.mbgmv_shrink(part, x, pages, step.page_table, lora))
-        if step.plan.shared:
-            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.a_tiles[layer, targets]
-            arguments = lora_arguments.mbgmm_shrink(part, x, pages, step.page_table, lora, step.extents)
-            self.run("mbgmm_shrink", arguments)
+        for kernels in step.plan.kernels:
+            first = (t[: SHRINK_SPLITS[kernels]], x, pages, step.page_table)
+            arguments = getattr(lora_arguments, f"{kernels}_shrink")
+            self.run(f"{kernels}_shrink", arguments(*first, *step.entries(kernels, layer, targets, of_a=True)))
         return t
 
     def join_ranks(
@@ -103,13 +115,10 @@ class KernelLora(KernelBackend):
         step, targets = self._lora_step(tables, segments, len(y)), self._targets(group)
         if step.targets.isdisjoint(group.targets):
             return
-        if step.plan.single:
-            part, lora = t[: SHRINK_SPLITS["mbgmv"]], step.rows[layer, targets]
-            self.run("mbgmv_expand", lora_arguments.mbgmv_expand(y, part, pages, step.page_table, lora, d_outs))
-        if step.plan.shared:
-            part, lora = t[: SHRINK_SPLITS["mbgmm"]], step.tiles[layer, targets]
-            arguments = lora_arguments.mbgmm_expand(y, part, pages, step.page_table, lora, step.extents, d_outs)
-            self.run("mbgmm_expand", arguments)
+        for kernels in step.plan.kernels:
+            first = (y, t[: SHRINK_SPLITS[kernels]], pages, step.page_table)
+            arguments = getattr(lora_arguments, f"{kernels}_expand")
+            self.run(f"{kernels}_expand", arguments(*first, *step.entries(kernels, layer, targets), d_outs))
 
     def _targets(self, group: LoraGroup) -> slice:
         first = group.targets[0]
@@ -121,13 +130,14 @@ class KernelLora(KernelBackend):
         if isinstance(segments, LoraStep):
             return segments
         if self._lora is None or self._lora_of is not segments:
-            plan = plan_lora(segments, rows)
+            plan = self.plan_lora(segments, rows)
             device = AdapterTables(**{name: self.put(name, array, array.dtype) for name, array in vars(tables).items()})
-            names = ("row_slots", "tile_slots", "tiles")
-            row_slots, tile_slots, tiles = (self.put(name, getattr(plan, name), np.int32) for name in names)
+            names = ("row_slots", "tile_slots", "tiles", "counts")
+            slots, tile_slots, tiles, counts = (self.put(name, getattr(plan, name), np.int32) for name in names)
             rank, targets = self.max_rank or int(tables.page_rank.max(initial=1)), range(len(TARGETS))
-            slots = self.put("slots", segments.of_rows(rows), np.int32)
-            self._lora = self.lora_step(segments, plan, device, row_slots, tile_slots, tiles, slots, rank, targets)
+            owners = self.put("slots", segments.of_rows(rows), np.int32)
+            places = (slots, tile_slots, tiles, counts, owners)
+            self._lora = self.lora_step(segments, plan, device, *places, rank, targets)
             self._lora_of = segments
         return self._lora
 
@@ -139,6 +149,7 @@ class KernelLora(KernelBackend):
         row_slots: Int[Array, " rows"],
         tile_slots: Int[Array, " tiles"],
         extents: Int[Array, "tiles 2"],
+        counts: Int[Array, " two"],
         slots: Int[Array, " rows"],
         max_rank: int,
         targets: Iterable[int],
@@ -158,6 +169,7 @@ class KernelLora(KernelBackend):
             a_tiles=a_tiles,
             slots=slots,
             extents=extents,
+            counts=counts,
             page_table=tables.pages,
             a_page_rank=tables.a_page_rank,
             t_columns=-(-max_rank // RANK_STEP) * RANK_STEP,

@@ -145,6 +145,41 @@ def mbgmm_expand(
     }
 
 
+def lora_shrink(
+    t: Float[Array, "splits rows targets t_columns"],
+    x: Float[Array, "rows d_in"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets tiles 4"],
+    tiles: Int[Array, "tiles 2"],
+    counts: Int[Array, " two"],
+) -> Arguments:
+    """lora_shrink: mbgmm_shrink, whose tiles from counts[0] on have one row each, which MBGMV serves."""
+    return _with_counts(mbgmm_shrink(t, x, pages, page_table, lora, tiles), counts)
+
+
+def lora_expand(
+    y: Float[Array, "rows d_outs"],
+    t: Float[Array, "splits rows targets t_columns"],
+    pages: Float[Array, "pages width"],
+    page_table: Int[Array, "adapter_slots table"],
+    lora: Int[Array, "targets tiles 4"],
+    tiles: Int[Array, "tiles 2"],
+    counts: Int[Array, " two"],
+    d_outs: tuple[int, ...],
+) -> Arguments:
+    """lora_expand: mbgmm_expand, whose tiles from counts[0] on have one row each, which MBGMV serves."""
+    return _with_counts(mbgmm_expand(y, t, pages, page_table, lora, tiles, d_outs), counts)
+
+
+def _with_counts(arguments: Arguments, counts: Any) -> Arguments:
+    """The arguments with `counts` behind the tiles."""
+    names = list(arguments)
+    behind = names.index("tiles") + 1
+    items = [(name, arguments[name]) for name in names]
+    return dict([*items[:behind], ("counts", check_array("counts", counts, np.int32, (2,))), *items[behind:]])
+
+
 def _weights(
     pages: Any,
     page_table: Any,

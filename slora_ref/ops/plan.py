@@ -23,6 +23,7 @@ def uses_mbgmm(length: Int[Array, " segments"]) -> Array:
 
 
 SHARED_FROM = 2  # rows of a segment
+TOGETHER_UP_TO = 512  # rows of a step: beyond, MBGMM's tiles are larger, and one launch more matters less
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
 
 
@@ -47,31 +48,50 @@ class LoraPlan:
 
     Args:
         row_slots: [rows] adapter slot of the rows that MBGMV serves, else -1.
-        tiles: [tiles, 2] first row and number of rows of each tile that MBGMM serves; 0 rows: an unused entry.
+        tiles: [tiles, 2] first row and number of rows of each tile that MBGMM, or both in one launch, serve; 0 rows: an
+            unused entry, behind all used ones.
         tile_slots: [tiles] adapter slot of each tile, else -1.
-        single, shared: whether MBGMV, and MBGMM, have anything to do.
+        counts: [2] the first tiles are MBGMM's; the tiles in use.
+        kernels: what is launched: "mbgmv" for the rows, "mbgmm" for the tiles, or "lora": all is in the tiles, and
+            those that are not MBGMM's have one row, which is served as MBGMV would.
     """
 
     row_slots: Int32[Array, " rows"]
     tiles: Int32[Array, "tiles 2"]
     tile_slots: Int32[Array, " tiles"]
-    single: bool
-    shared: bool
+    counts: Int32[Array, " two"]
+    kernels: tuple[str, ...]
 
 
-def plan_lora(segments: Segments, rows: int) -> LoraPlan:
-    """Divides the segments of a step of `rows` rows."""
-    in_tiles = uses_mbgmm(segments.length) & (segments.adapter >= 0)
+def plan_lora(segments: Segments, rows: int, together: bool = False, fixed: bool = False) -> LoraPlan:
+    """Divides the segments of a step of `rows` rows.
+
+    Args:
+        together: whether there are kernels that do MBGMV's and MBGMM's work in one launch; they are used in steps that
+            have both, of at most TOGETHER_UP_TO rows. A row's bits are the same in either launch.
+        fixed: the launches depend on the number of rows alone, as a captured graph needs; else what would have nothing
+            to do is left out.
+    """
+    used, shared = segments.adapter >= 0, uses_mbgmm(segments.length)
+    single = used & ~shared & (segments.length > 0)
+    capacity = max(tile_count(rows, SHARED_FROM, tile_rows(rows)), rows if together and rows <= TOGETHER_UP_TO else 0)
+    together = together and rows <= TOGETHER_UP_TO and bool(fixed or (used & shared).any())
+    in_tiles = used & (shared | single) if together else used & shared
     row_slots = np.full(rows, NONE, np.int32)
     served = np.repeat(np.where(in_tiles, NONE, segments.adapter), segments.length)
     row_slots[: len(served)] = served  # rows beyond are padding
-    slots, start, length = segments.adapter[in_tiles], segments.start[in_tiles], segments.length[in_tiles]
-    which, first, count = _cut(start, length, tile_rows(rows))
-    capacity = tile_count(rows, SHARED_FROM, tile_rows(rows))
+    first = np.argsort(~shared[in_tiles], kind="stable")  # MBGMM's tiles
+    slots, start, length, tall = (
+        array[in_tiles][first] for array in (segments.adapter, segments.start, segments.length, shared)
+    )
+    which, row, count = _cut(start, length, tile_rows(rows))
     tiles, tile_slots = np.zeros((capacity, 2), np.int32), np.full(capacity, NONE, np.int32)
-    tiles[: len(which)] = np.stack([first, count], axis=1)
+    tiles[: len(which)] = np.stack([row, count], axis=1)
     tile_slots[: len(which)] = slots[which]
-    return LoraPlan(row_slots, tiles, tile_slots, bool((row_slots >= 0).any()), bool(len(which)))
+    counts = np.array([tall[which].sum(), len(which)], np.int32)
+    apart = {"mbgmv": fixed or bool(single.any()), "mbgmm": fixed or bool(len(which))}
+    kernels = ("lora",) if together else tuple(name for name, needed in apart.items() if needed)
+    return LoraPlan(row_slots, tiles, tile_slots, counts, kernels)
 
 
 @dataclass(frozen=True)
@@ -127,4 +147,4 @@ def context_chunk(rows: int, kv_heads: int, positions: int) -> int:
 
 
 BLOCKS_TO_FILL_A_GPU, HEADS_OF_A_BLOCK, SHORTEST_CHUNK = 256, 2, 256
-SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 4}  # parts of the sum over d_in, added by the expand that follows
+SHRINK_SPLITS = {"mbgmv": 1, "mbgmm": 4, "lora": 4}  # parts of the sum over d_in, added by the expand that follows

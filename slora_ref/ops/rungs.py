@@ -50,28 +50,39 @@ def _outputs(sizes: SimpleNamespace) -> int:
     return int(sizes.d_out0 + sizes.d_out1 + sizes.d_out2)
 
 
+def _chunks(sizes: SimpleNamespace, length: int) -> int:
+    """Chunks of 16 bytes of a vector in pages: chunks_of of kernels_cu/lora.h."""
+    pages, rest = divmod(length, sizes.width)
+    return int(pages * -(-sizes.width // sizes.nums) - (-rest // sizes.nums))
+
+
 def _runs(sizes: SimpleNamespace, size: int) -> int:
-    """Runs of `size` chunks of 16 bytes that the targets' outputs make: find_run of kernels_cu/lora.h."""
-    runs = 0
-    for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2):
-        pages, rest = divmod(d_out, sizes.width)
-        chunks = pages * -(-sizes.width // sizes.nums) - (-rest // sizes.nums)
-        runs += -(-chunks // size)
-    return runs
+    """Runs of `size` chunks that the targets' outputs make: find_run of kernels_cu/lora.h."""
+    return sum(-(-_chunks(sizes, d_out) // size) for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2))
+
+
+def _warp_columns(sizes: SimpleNamespace) -> int:
+    """Columns of A that a warp of MBGMV takes at a time: columns_of_a_warp of kernels_cu/lora_rows.h."""
+    part = -(-_chunks(sizes, sizes.d_in) // sizes.splits)
+    return 4 if part <= 128 and sizes.t_columns >= 32 else 2 if part <= 256 and sizes.t_columns >= 16 else 1
 
 
 def _expand_lanes(sizes: SimpleNamespace) -> int:
     """Chunks of y that a block of 128 threads owns; its other threads share their ranks, at least 8 ranks each.
 
-    Few rows, or many of which most belong to MBGMM, need that: one row alone is as slow as its loads in sequence.
+    As many groups share them as make 2,000 warps in all: one row alone is as slow as its loads in sequence.
     """
-    shared_by = 2 if 32 < sizes.rows <= 64 else 4 if sizes.rows <= 32 or sizes.t_columns >= 64 else 1
-    return 128 // max(1, min(shared_by, sizes.t_columns // 8))
+    warps = sizes.rows * sum(_chunks(sizes, d_out) for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2)) // 32
+    most = 8 if sizes.t_columns >= 128 else min(4, sizes.t_columns // 8)
+    groups = 1
+    while 2 * groups <= most and groups * warps < 2000:
+        groups *= 2
+    return 128 // groups
 
 
 def _row_blocks(sizes: SimpleNamespace) -> int:
     """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
-    each = _blocks(sizes.t_columns, 4) * sizes.targets * sizes.splits
+    each = _blocks(sizes.t_columns, 4 * _warp_columns(sizes)) * sizes.targets * sizes.splits
     return min(int(sizes.rows), max(32, 1056 // each))
 
 
@@ -83,6 +94,11 @@ def _tile_blocks(sizes: SimpleNamespace, each: int, most: int) -> int:
 def _shrink_blocks(sizes: SimpleNamespace) -> int:
     """Targets, in blocks of 64 columns."""
     return int(sizes.targets * _blocks(sizes.t_columns, 64))
+
+
+def _together(sizes: SimpleNamespace, parts: int) -> Grid:
+    """Blocks that take piece after piece of work, `parts` for each tile: as many as an H200 holds at a time."""
+    return min(int(sizes.tile_count) * parts, 3 * 132), 1, 1
 
 
 RING = 96 << 10  # bytes of shared memory of the tensor core rungs: two blocks on a multiprocessor
@@ -101,7 +117,7 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "mbgmv_shrink_3_in_flight": Rung(
         128,
-        lambda s: (_blocks(s.t_columns, 4), _row_blocks(s), s.targets * s.splits),
+        lambda s: (_blocks(s.t_columns, 4 * _warp_columns(s)), _row_blocks(s), s.targets * s.splits),
         0,
         HALVES,
         after_start=True,
@@ -109,7 +125,7 @@ RUNGS: Mapping[str, Rung] = {
     "mbgmv_expand_3_in_flight": Rung(
         128,
         lambda s: (_runs(s, _expand_lanes(s)), s.rows, 1),
-        lambda s: 4 * (s.t_columns + 64),
+        lambda s: 4 * (s.t_columns + 128),
         HALVES,
         after_start=True,
     ),
@@ -142,6 +158,16 @@ RUNGS: Mapping[str, Rung] = {
         HALVES,
         after_start=True,
         suits=lambda s: s.rows > 512,
+    ),
+    "lora_shrink_1_together": Rung(
+        128,
+        lambda s: _together(s, s.splits * s.targets * _blocks(s.t_columns, 16)),
+        0,
+        HALVES,
+        after_start=True,
+    ),
+    "lora_expand_1_together": Rung(
+        128, lambda s: _together(s, _runs(s, 32)), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
     ),
     "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), grids.attention_words),
     "paged_attention_decode_2_vector": Rung(
@@ -208,6 +234,11 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
     if not rungs:
         raise KernelError(f"no kernel of {operation} for {name}; there are {', '.join(RUNGS)}")
     return sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0]))
+
+
+def has_kernel(operation: str, dtype: Any) -> bool:
+    """Whether an operation has a kernel for a dtype."""
+    return any(operation_of(kernel) == operation and np.dtype(dtype).name in RUNGS[kernel].dtypes for kernel in RUNGS)
 
 
 def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:

@@ -29,6 +29,7 @@ class LoraCase:
         d_in, d_outs: numbers of a row of x, and of each target's part of a row of y.
         width: numbers of a page.
         dtype: of storage.
+        fixed: the launches that a captured graph makes, whatever the adapters; else those that have work.
     """
 
     case: str
@@ -38,6 +39,7 @@ class LoraCase:
     d_outs: tuple[int, ...] = (HIDDEN,)
     width: int = HIDDEN
     dtype: str = "float16"
+    fixed: bool = False
 
     @property
     def rows(self) -> int:
@@ -73,6 +75,7 @@ class LoraCase:
             "d_outs": list(self.d_outs),
             "page_width": self.width,
             "dtype": self.dtype,
+            "fixed_launches": self.fixed,
             "bytes": self.bytes_moved,
             "floor_us": self.floor_us,
         }
@@ -102,7 +105,8 @@ def lora_cases() -> list[LoraCase]:
     cases += [zipf(rows, rank) for rank in RANKS for rows in ROWS]
     cases += [LoraCase("same", (rows,), (rank,)) for rank in (8, 64) for rows in ROWS]
     cases += [prefill(rank) for rank in RANKS]
-    cases += [LoraCase("mixed", (1,) * 64, (8, 16, 32, 64) * 16)]
+    cases += [LoraCase("mixed", (1,) * 64, (8, 16, 32, 64) * 16, fixed=fixed) for fixed in (False, True)]
+    cases += [distinct(64, rank, fixed=True) for rank in (8, 64)]
     cases += [distinct(64, rank, "odd rank") for rank in (1, 3, 5, 24, 65)]
     cases += [
         distinct(64, rank, "width", d_in=width, d_outs=(width,), width=width)

@@ -62,12 +62,19 @@ class AdapterSet:
         plan: which rows are whose.
         rows, tiles: [layers, targets, entries, 4] of Lora.
         extents: [tiles, 2].
+        counts: [2] the tiles with several rows, the tiles in use.
     """
 
     plan: LoraPlan
     rows: Any
     tiles: Any
     extents: Any
+    counts: Any
+
+    def entries(self, kernels: str, layer: int, targets: int) -> tuple[Any, ...]:
+        """What mbgmv, mbgmm or lora kernels take, as in ops/kernel_backend.py."""
+        rows, tiles = self.rows[layer, :targets], (self.tiles[layer, :targets], self.extents)
+        return {"mbgmv": (rows,), "mbgmm": tiles, "lora": (*tiles, self.counts)}[kernels]
 
 
 class LoraProjection:
@@ -126,12 +133,14 @@ class LoraProjection:
         return tables
 
     def _prepare(self, index: int, tables: AdapterTables) -> AdapterSet:
-        plan = plan_lora(self.case.segments(index * len(self.case.ranks)), self.case.rows)
+        segments = self.case.segments(index * len(self.case.ranks))
+        plan = plan_lora(segments, self.case.rows, together=not self.rungs, fixed=self.case.fixed)
         return AdapterSet(
             plan=plan,
             rows=self._lookup(plan.row_slots, tables),
             tiles=self._lookup(plan.tile_slots, tables),
             extents=cupy.asarray(plan.tiles),
+            counts=cupy.asarray(plan.counts),
         )
 
     def _lookup(self, slots: Any, tables: AdapterTables) -> Any:
@@ -148,19 +157,14 @@ class LoraProjection:
     def launch(self, number: int) -> None:
         """Shrink and expand of launch `number`, as KernelOps would launch them."""
         case, layer, chosen = self.case, number % self.layers, self.sets[number // self.layers]
-        x, y, pages = self.x[number], self.y[number], self.storage[layer]
-        rows, tiles = (lora[layer, : len(case.d_outs)] for lora in (chosen.rows, chosen.tiles))
-        single, shared = (self.t[: SHRINK_SPLITS[name]] for name in ("mbgmv", "mbgmm"))
-        place = (pages, self.page_table)
-        if chosen.plan.single:
-            self._run("mbgmv_shrink", lora_arguments.mbgmv_shrink(single, x, *place, rows))
-        if chosen.plan.shared:
-            self._run("mbgmm_shrink", lora_arguments.mbgmm_shrink(shared, x, *place, tiles, chosen.extents))
-        if chosen.plan.single:
-            self._run("mbgmv_expand", lora_arguments.mbgmv_expand(y, single, *place, rows, case.d_outs))
-        if chosen.plan.shared:
-            expand = lora_arguments.mbgmm_expand(y, shared, *place, tiles, chosen.extents, case.d_outs)
-            self._run("mbgmm_expand", expand)
+        x, y, place = self.x[number], self.y[number], (self.storage[layer], self.page_table)
+        for kernels in chosen.plan.kernels:
+            t, entries = self.t[: SHRINK_SPLITS[kernels]], chosen.entries(kernels, layer, len(case.d_outs))
+            self._run(f"{kernels}_shrink", getattr(lora_arguments, f"{kernels}_shrink")(t, x, *place, *entries))
+        for kernels in chosen.plan.kernels:
+            t, entries = self.t[: SHRINK_SPLITS[kernels]], chosen.entries(kernels, layer, len(case.d_outs))
+            expand = getattr(lora_arguments, f"{kernels}_expand")(y, t, *place, *entries, case.d_outs)
+            self._run(f"{kernels}_expand", expand)
 
     def launch_all(self) -> None:
         """Every launch, one after the other."""

@@ -1,0 +1,177 @@
+// A row that has its adapter to itself, as MBGMV serves it; and so whoever serves such rows beside others does, with
+// the same bits: the order of a sum depends on lengths alone, not on how many warps or threads a block has.
+#pragma once
+
+struct Weights {  // where a block finds numbers of adapters
+    const Num* pages;
+    const int* page_table;
+    int width, page_stride;
+};
+
+constexpr int LOADS = 16;           // of 16 bytes that a lane has in flight
+constexpr int PASS = 32 * LOADS;    // chunks that a warp has in flight
+
+// Columns of A that a warp takes at a time: more than one where a column is short, as far as there are enough of them
+HELPER int columns_of_a_warp(int chunks, int t_columns) {
+    if (chunks <= PASS / 4 && t_columns >= 32) return 4;
+    return chunks <= PASS / 2 && t_columns >= 16 ? 2 : 1;
+}
+
+// t [first column ..] = chunks begin .. end of a row of x, times the columns of A from `first` on, OWN for each warp.
+template <int WARPS, int OWN>
+HELPER void shrink_columns(uint4* x_part, float* t, const Num* x, const Weights& of, Lora adapter, int d_in, int first,
+                           int begin, int end, bool whole) {
+    constexpr int EACH = LOADS / OWN, SUMS = 4 / OWN, INPUTS = (EACH + WARPS - 1) / WARPS;
+    int lane = threadIdx.x % 32, j = first + threadIdx.x / 32 * OWN;
+    int pieces = pieces_of(d_in, of.width), per_piece = ceil_div(of.width, NUMS16);
+    const int* ids[OWN];
+    int last[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
+        ids[k] = of.page_table + adapter.a + min(j + k, adapter.rank - 1) * pieces;
+        last[k] = j + k < adapter.rank ? end : begin;
+    }
+    float sums[4] = {0, 0, 0, 0};
+    whole = whole && (pieces == 1 || per_piece >= 32);  // or a step of 32 chunks might pass over a page
+    for (int at = begin; whole && at < end; at += 32 * EACH) {
+        uint4 weights[LOADS], inputs[INPUTS];
+        int page[LOADS], offset[EACH], chunk = at + lane, piece = 0;
+        if (pieces > 1) piece = chunk / per_piece, chunk -= piece * per_piece;
+        piece = min(piece, pieces - 1);
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+#pragma unroll
+            for (int k = 0; k < OWN; k++) page[k * EACH + u] = ids[k][piece];
+            offset[u] = chunk * NUMS16, chunk += 32;
+            bool next = chunk >= per_piece && piece < pieces - 1;
+            piece += next, chunk -= next ? per_piece : 0;
+        }
+#pragma unroll
+        for (int u = 0; u < LOADS; u++)
+            weights[u] = load16_once(page_at(of.pages, page[u], of.page_stride) + offset[u % EACH],
+                                     at + 32 * (u % EACH) + lane < last[u / EACH]);
+        wait_for_previous();  // x is what the kernel before has written, the weights are not
+#pragma unroll
+        for (int u = 0, i = threadIdx.x; u < INPUTS; u++, i += 32 * WARPS)
+            inputs[u] = load16_once(x + (at + i) * NUMS16, i < 32 * EACH && at + i < end);
+#pragma unroll
+        for (int u = 0, i = threadIdx.x; u < INPUTS; u++, i += 32 * WARPS)
+            if (i < 32 * EACH) x_part[i] = inputs[u];
+        __syncthreads();  // x_part is written before all warps multiply with it
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+            if (u % 4 == 0 && at + 32 * u >= end) break;
+#pragma unroll
+            for (int k = 0; k < OWN; k++)
+                add_products(sums[k * SUMS + u % SUMS], weights[k * EACH + u], x_part[32 * u + lane]);
+        }
+        __syncthreads();  // x_part is read before the next pass, or the next row, overwrites it
+    }
+    wait_for_previous();
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
+#pragma unroll 1
+        for (int c = begin + lane; !whole && c < last[k]; c += 32) {
+            Chunk at = chunk_at(c, d_in, of.width);
+            const Num* weight = page_at(of.pages, ids[k][at.piece], of.page_stride) + at.offset;
+            add_products(sums[k * SUMS], load_nums(weight, at.count), load_nums(x + at.index, at.count));
+        }
+        float sum = sums[k * SUMS];
+        if (SUMS == 4) sum = (sum + sums[2]) + (sums[1] + sums[3]);
+        if (SUMS == 2) sum += sums[k * SUMS + 1];
+        sum = warp_sum(sum);
+        if (j + k < adapter.rank && lane == 0) t[j + k] = sum;
+    }
+}
+template <int WARPS>
+HELPER void shrink_row(int own, uint4* x_part, float* t, const Num* x, const Weights& of, Lora adapter, int d_in,
+                       int first, int begin, int end, bool whole) {
+    if (own == 1) shrink_columns<WARPS, 1>(x_part, t, x, of, adapter, d_in, first, begin, end, whole);
+    else if (own == 2) shrink_columns<WARPS, 2>(x_part, t, x, of, adapter, d_in, first, begin, end, whole);
+    else shrink_columns<WARPS, 4>(x_part, t, x, of, adapter, d_in, first, begin, end, whole);
+}
+
+// A run of chunks of a row of y += scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
+// group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order however many groups there are.
+// t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others.
+template <int THREADS, int GROUPS>
+HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of, Lora adapter,
+                       const Run& run, int splits, long long split_stride) {
+    constexpr int CLASSES = GROUPS > 4 ? GROUPS : 4, OWN = CLASSES / GROUPS, IN_FLIGHT = OWN == 1 ? 16 : 8;
+    constexpr int LANES = THREADS / GROUPS;
+    int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, pieces = pieces_of(run.length, of.width);
+    Chunk at = chunk_at(run.chunk + lane, run.length, of.width);
+    bool active = at.count > 0, whole = whole_chunks(of.pages, of.width, of.page_stride);
+    const int* ids = of.page_table + adapter.b + (active ? at.piece : 0);
+    Num* to = y + run.column + at.index;
+    float sums[OWN][NUMS16] = {}, numbers[NUMS16];
+    uint4 before = {}, weights[IN_FLIGHT];
+    int page[IN_FLIGHT];  // of the next weights, read while the former are on their way
+    auto find = [&](int first) {
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) page[u] = ids[min(first + u * GROUPS + group, adapter.rank - 1) * pieces];
+    };
+    auto fetch = [&](int first) {
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            bool wanted = active && first + u * GROUPS + group < adapter.rank;
+            weights[u] = load16_once(page_at(of.pages, page[u], of.page_stride) + at.offset, wanted && whole);
+        }
+    };
+    find(0), fetch(0), find(IN_FLIGHT * GROUPS);
+    wait_for_previous();
+    if (active && group == 0) before = load_nums(to, at.count);
+    for (int j = threadIdx.x; j < adapter.rank + IN_FLIGHT * GROUPS; j += THREADS) {
+        t_row[j] = 0;
+        for (int split = 0; j < adapter.rank && split < splits; split++) t_row[j] += t[split * split_stride + j];
+    }
+    __syncthreads();  // t_row is written before all threads multiply with it
+    for (int first = 0; whole && first < adapter.rank; first += IN_FLIGHT * GROUPS) {
+        if (first > 0) fetch(first), find(first + IN_FLIGHT * GROUPS);
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            unpack(weights[u], numbers);
+#pragma unroll
+            for (int i = 0; i < NUMS16; i++) sums[u % OWN][i] += t_row[first + u * GROUPS + group] * numbers[i];
+        }
+    }
+#pragma unroll 1
+    for (int j = group; !whole && active && j < adapter.rank; j += GROUPS) {
+        unpack(load_nums(page_at(of.pages, ids[j * pieces], of.page_stride) + at.offset, at.count), numbers);
+#pragma unroll
+        for (int i = 0; i < OWN * NUMS16; i++)
+            if (j / GROUPS % OWN == i / NUMS16) sums[i / NUMS16][i % NUMS16] += t_row[j] * numbers[i % NUMS16];
+    }
+#pragma unroll
+    for (int i = 0; i < NUMS16; i++) {  // (0 + 2) + (1 + 3), as far as the classes are here
+        if (OWN == 4) sums[0][i] += sums[2 % OWN][i], sums[1 % OWN][i] += sums[3 % OWN][i];
+        if (OWN > 1) sums[0][i] += sums[1 % OWN][i];
+    }
+#pragma unroll
+    for (int half = GROUPS / 2; half; half /= 2) {  // the upper half of the groups hands its sums to the lower one
+#pragma unroll
+        for (int i = 0; i < NUMS16; i++)
+            if (group >= half && group < 2 * half) handed[i][threadIdx.x] = sums[0][i];
+        __syncthreads();  // the sums are written before the lower half adds them
+#pragma unroll
+        for (int i = 0; i < NUMS16; i++)
+            if (group < half) sums[0][i] += handed[i][threadIdx.x + half * LANES];
+    }
+    if (!active || group > 0) return;
+    unpack(before, numbers);
+#pragma unroll
+    for (int i = 0; i < NUMS16; i++) numbers[i] += adapter.scale * sums[0][i];
+    store_nums(to, pack(numbers), at.count);
+}
+
+// Work that blocks share: first `of_tile` parts of each of the `tall` tiles with several rows, then `of_row` parts of
+// each tile of one row.
+struct Work {
+    int tile, part;
+    bool alone;  // a tile of one row
+};
+HELPER Work find_work(int work, int tall, int of_tile, int of_row) {
+    int left = work - tall * of_tile, parts = left < 0 ? of_tile : of_row;
+    int from = left < 0 ? work : left, tile = from / parts;
+    return Work{tile + (left < 0 ? 0 : tall), from - tile * parts, left >= 0};
+}
