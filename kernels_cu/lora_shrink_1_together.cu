@@ -12,8 +12,7 @@
 #include "lora.h"
 #include "lora_rows.h"
 
-constexpr int WARPS = 4, ROWS = 16, COLUMNS = 16;
-constexpr int STEPS = 32 / 4;  // that a warp has in flight, of 4 chunks: of a row of x, a lane copies one
+constexpr int WARPS = 4, ROWS = 16, COLUMNS = 16, STEPS = 32 / 4;  // of 4 chunks, in flight: a lane copies one of x
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page_table, const Lora* lora,

@@ -105,8 +105,9 @@ def lora_cases() -> list[LoraCase]:
     cases += [zipf(rows, rank) for rank in RANKS for rows in ROWS]
     cases += [LoraCase("same", (rows,), (rank,)) for rank in (8, 64) for rows in ROWS]
     cases += [prefill(rank) for rank in RANKS]
-    cases += [LoraCase("mixed", (1,) * 64, (8, 16, 32, 64) * 16, fixed=fixed) for fixed in (False, True)]
-    cases += [distinct(64, rank, fixed=True) for rank in (8, 64)]
+    mixed = (1,) * 64, (8, 16, 32, 64) * 16
+    cases += [LoraCase("mixed", *mixed), LoraCase("mixed fixed", *mixed, fixed=True)]
+    cases += [distinct(64, rank, "distinct fixed", fixed=True) for rank in (8, 64)]
     cases += [distinct(64, rank, "odd rank") for rank in (1, 3, 5, 24, 65)]
     cases += [
         distinct(64, rank, "width", d_in=width, d_outs=(width,), width=width)
