@@ -245,29 +245,31 @@ table(header, [*checked("mbgmm_shrink", tile), *checked("mbgmm_expand", tile)])
 
 # %%
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
 
-def without_barrier(kernel, number):
-    """A folder with the kernel that lacks its barrier number `number`, and the barrier's comment."""
-    text = (ROOT / f"kernels_cu/{kernel}.cu").read_text(encoding="utf-8")
+def without_barrier(kernel, name, number):
+    """The kernel, whose file or header `name` lacks its barrier number `number`, and the barrier's comment."""
+    text = (ROOT / "kernels_cu" / name).read_text(encoding="utf-8")
     found = list(re.finditer(r"__syncthreads\(\);  // (.*)", text))[number]
     folder = Path(tempfile.mkdtemp(prefix="slora_ref_mutant_"))
-    (folder / f"{kernel}.cu").write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
+    shutil.copy(ROOT / f"kernels_cu/{kernel}.cu", folder)
+    (folder / name).write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
     return HostKernels(folder, folder / "cache"), found[1]
 
 
 long = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
 mutants = [
-    ("mbgmv_expand_2_vector", 0, batch),
-    ("mbgmv_shrink_3_in_flight", 0, long),
-    ("mbgmv_shrink_3_in_flight", 1, long),
-    ("mbgmv_expand_3_in_flight", 1, make_batch(ranks=(40, 17, 8), d_out=1200)),
+    ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", 0, batch),
+    ("mbgmv_shrink_3_in_flight", "lora_rows.h", 0, long),
+    ("mbgmv_shrink_3_in_flight", "lora_rows.h", 1, long),
+    ("mbgmv_expand_3_in_flight", "lora_rows.h", 3, make_batch(ranks=(40, 17, 8), d_out=1200)),
 ]
 rows = []
-for kernel, number, case in mutants:
-    broken, comment = without_barrier(kernel, number)
+for kernel, name, number, case in mutants:
+    broken, comment = without_barrier(kernel, name, number)
     right = [order for order in ORDERS if run(kernel, case, order, broken) < 1e-3]
     wrong = [order for order in ORDERS if order not in right]
     rows.append((kernel, comment, ", ".join(wrong) or "none", ", ".join(right) or "none"))
