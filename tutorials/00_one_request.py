@@ -91,9 +91,9 @@ print(f"waiting: {len(scheduler.waiting)}, running: {len(scheduler.running)}")
 # %% [markdown]
 # ### Step 4: its adapter comes into the pool (`prefetch/`, `pager/`)
 # A request enters a step only when its adapter is resident. The first look finds it missing and begins to load it:
-# pages are taken from the same free list that keys and values use. With `loading="inline"` its file is read and copied
-# on the spot, so that this page is the same in every run; by default both happen beside the steps, and the other
-# requests go on meanwhile.
+# pages are taken from the same free list that keys and values use. With `loading="inline"` its file is read and
+# copied on the spot, so that this page is the same in every run; by default both happen beside the steps, and the
+# other requests go on meanwhile.
 
 # %%
 step, _ = scheduler.schedule(clock.now())
@@ -275,7 +275,9 @@ attempt(check_smallest_pool, solved)
 
 # %% [markdown]
 # ## What the paper adds
-# Nothing in these eight steps is about *one* adapter: the segments of step 5 may be as many as there are rows. The
-# paper is about making that cheap. Pages for adapters and for keys and values alike (5.1): chapter 2. Loads that hide
-# behind steps (5.2). Kernels that read scattered pages at each row's own rank (5.3). Which request comes next (4.2,
-# 4.3). And the same on several GPUs (6).
+# Nothing in these eight steps is about *one* adapter: the segments of step 5 may be as many as there are rows
+# ([chapter 1](01_many_adapters.md)). The paper is about making that cheap: pages for adapters and for keys and values
+# alike (5.1, [chapter 2](02_pages.md)), kernels that read scattered pages at each row's own rank (5.3, [chapter
+# 4](04_heterogeneous_batching.md)), loads that hide behind steps (5.2, [chapter 6](06_thousands_of_adapters.md)),
+# which request comes next (4.2 and 4.3, [chapter 7](07_which_request_next.md)), and the same on several GPUs (6,
+# [chapter 8](08_tensor_parallelism.md)). [Chapter 9](09_the_evaluation.md) asks what came of it.
