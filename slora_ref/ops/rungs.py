@@ -15,6 +15,7 @@ import numpy as np
 
 from slora_ref.errors import KernelError
 from slora_ref.ops import grids
+from slora_ref.ops import lora_grids as lora
 from slora_ref.ops.grids import blocks as _blocks
 from slora_ref.ops.launch import Arguments, Grid, Launch
 
@@ -46,61 +47,6 @@ class Rung:
     suits: Callable[[SimpleNamespace], bool] | None = None
 
 
-def _outputs(sizes: SimpleNamespace) -> int:
-    return int(sizes.d_out0 + sizes.d_out1 + sizes.d_out2)
-
-
-def _chunks(sizes: SimpleNamespace, length: int) -> int:
-    """Chunks of 16 bytes of a vector in pages: chunks_of of kernels_cu/lora.h."""
-    pages, rest = divmod(length, sizes.width)
-    return int(pages * -(-sizes.width // sizes.nums) - (-rest // sizes.nums))
-
-
-def _runs(sizes: SimpleNamespace, size: int) -> int:
-    """Runs of `size` chunks that the targets' outputs make: find_run of kernels_cu/lora.h."""
-    return sum(-(-_chunks(sizes, d_out) // size) for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2))
-
-
-def _warp_columns(sizes: SimpleNamespace) -> int:
-    """Columns of A that a warp of MBGMV takes at a time: columns_of_a_warp of kernels_cu/lora_rows.h."""
-    part = -(-_chunks(sizes, sizes.d_in) // sizes.splits)
-    return 4 if part <= 128 and sizes.t_columns >= 32 else 2 if part <= 256 and sizes.t_columns >= 16 else 1
-
-
-def _expand_lanes(sizes: SimpleNamespace) -> int:
-    """Chunks of y that a block of 128 threads owns; its other threads share their ranks, at least 8 ranks each.
-
-    As many groups share them as make 2,000 warps in all: one row alone is as slow as its loads in sequence.
-    """
-    warps = sizes.rows * sum(_chunks(sizes, d_out) for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2)) // 32
-    most = 8 if sizes.t_columns >= 128 else min(4, sizes.t_columns // 8)
-    groups = 1
-    while 2 * groups <= most and groups * warps < 2000:
-        groups *= 2
-    return 128 // groups
-
-
-def _row_blocks(sizes: SimpleNamespace) -> int:
-    """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
-    each = _blocks(sizes.t_columns, 4 * _warp_columns(sizes)) * sizes.targets * sizes.splits
-    return min(int(sizes.rows), max(32, 1056 // each))
-
-
-def _tile_blocks(sizes: SimpleNamespace, each: int, most: int) -> int:
-    """Blocks that loop over the tiles, `each` for a tile: few of all possible tiles are used, and empty blocks cost."""
-    return min(int(sizes.tile_count), max(1, most // each))
-
-
-def _shrink_blocks(sizes: SimpleNamespace) -> int:
-    """Targets, in blocks of 64 columns."""
-    return int(sizes.targets * _blocks(sizes.t_columns, 64))
-
-
-def _together(sizes: SimpleNamespace, parts: int) -> Grid:
-    """Blocks that take piece after piece of work, `parts` for each tile: as many as an H200 holds at a time."""
-    return min(int(sizes.tile_count) * parts, 3 * 132), 1, 1
-
-
 RING = 96 << 10  # bytes of shared memory of the tensor core rungs: two blocks on a multiprocessor
 
 
@@ -110,50 +56,50 @@ RUNGS: Mapping[str, Rung] = {
         128, lambda s: (_blocks(s.targets * s.t_columns, 128), s.rows, s.splits), dtypes=("float32",)
     ),
     "mbgmv_shrink_1_naive": Rung(64, lambda s: (s.rows, s.targets, s.splits)),
-    "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.rows, 1), after_start=True),
+    "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.rows, 1), after_start=True),
     "mbgmv_shrink_2_warp": Rung(128, lambda s: (_blocks(s.t_columns, 4), s.rows, s.targets * s.splits)),
     "mbgmv_expand_2_vector": Rung(
-        128, lambda s: (_runs(s, 128), s.rows, 1), lambda s: 4 * s.t_columns, after_start=True
+        128, lambda s: (lora.runs(s, 128), s.rows, 1), lambda s: 4 * s.t_columns, after_start=True
     ),
     "mbgmv_shrink_3_in_flight": Rung(
         128,
-        lambda s: (_blocks(s.t_columns, 4 * _warp_columns(s)), _row_blocks(s), s.targets * s.splits),
+        lambda s: (_blocks(s.t_columns, 4 * lora.warp_columns(s)), lora.row_blocks(s), s.targets * s.splits),
         0,
         HALVES,
         after_start=True,
     ),
     "mbgmv_expand_3_in_flight": Rung(
         128,
-        lambda s: (_runs(s, _expand_lanes(s)), s.rows, 1),
+        lambda s: (lora.runs(s, lora.expand_lanes(s)), s.rows, 1),
         lambda s: 4 * (s.t_columns + 128),
         HALVES,
         after_start=True,
     ),
     "mbgmm_shrink_1_naive": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
-    "mbgmm_expand_1_naive": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.tile_count, 1), after_start=True),
+    "mbgmm_expand_1_naive": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.tile_count, 1), after_start=True),
     "mbgmm_shrink_2_rows": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
-    "mbgmm_expand_2_rows": Rung(128, lambda s: (_blocks(_outputs(s), 128), s.tile_count, 1), after_start=True),
+    "mbgmm_expand_2_rows": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.tile_count, 1), after_start=True),
     "mbgmm_shrink_3_tensor_cores": Rung(
         256,
-        lambda s: (s.splits, _shrink_blocks(s), _tile_blocks(s, s.splits * _shrink_blocks(s), 384)),
+        lambda s: (s.splits, lora.shrink_blocks(s), lora.tile_blocks(s, s.splits * lora.shrink_blocks(s), 384)),
         0,
         HALVES,
         after_start=True,
     ),
     "mbgmm_shrink_4_staged": Rung(
         256,
-        lambda s: (_tile_blocks(s, s.splits * s.targets, 256), s.targets, s.splits),
+        lambda s: (lora.tile_blocks(s, s.splits * s.targets, 256), s.targets, s.splits),
         RING,
         HALVES,
         after_start=True,
         suits=lambda s: s.rows > 512,
     ),
     "mbgmm_expand_3_tensor_cores": Rung(
-        256, lambda s: (_runs(s, 32), _tile_blocks(s, _runs(s, 32), 1024), 1), 0, HALVES, after_start=True
+        256, lambda s: (lora.runs(s, 32), lora.tile_blocks(s, lora.runs(s, 32), 1024), 1), 0, HALVES, after_start=True
     ),
     "mbgmm_expand_4_staged": Rung(
         256,
-        lambda s: (_runs(s, 128), _tile_blocks(s, _runs(s, 128), 512), 1),
+        lambda s: (lora.runs(s, 128), lora.tile_blocks(s, lora.runs(s, 128), 512), 1),
         RING,
         HALVES,
         after_start=True,
@@ -161,13 +107,13 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "lora_shrink_1_together": Rung(
         128,
-        lambda s: _together(s, s.splits * s.targets * _blocks(s.t_columns, 16)),
+        lambda s: lora.together(s, s.splits * s.targets * _blocks(s.t_columns, 16)),
         0,
         HALVES,
         after_start=True,
     ),
     "lora_expand_1_together": Rung(
-        128, lambda s: _together(s, _runs(s, 32)), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
+        128, lambda s: lora.together(s, lora.runs(s, 32)), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
     ),
     "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), grids.attention_words),
     "paged_attention_decode_2_vector": Rung(
@@ -189,7 +135,7 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "paged_attention_prefill_3_tensor_cores": Rung(
         128,
-        lambda s: (s.heads, _tile_blocks(s, s.heads, 8192), 1),
+        lambda s: (s.heads, lora.tile_blocks(s, s.heads, 8192), 1),
         48 << 10,
         HALVES,
         after_start=True,
