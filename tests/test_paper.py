@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slora_ref.cli import main
+from slora_ref.paper import studies
 from slora_ref.paper.bars import Closeness, closeness, errors
 from slora_ref.paper.constants import fitted_constants
 from slora_ref.paper.experiments import EXPERIMENTS
@@ -202,6 +203,26 @@ def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureF
     except SystemExit as stop:
         code = int(stop.code or 0)
     assert code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+def test_a_larger_rank_takes_longer_to_load_and_more_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "GROUND", replace(SHORT, rate=6.0))
+    monkeypatch.setattr(studies, "RANKS", (8, 64))
+    small, large = studies.rank_sweep()
+    assert (small["rank"], large["rank"]) == (8, 64)
+    assert large["load_seconds"] > small["load_seconds"] > 0
+    assert large["adapter_share"] == pytest.approx(8 * small["adapter_share"], rel=0.3)
+
+
+def test_two_pools_of_one_size_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "GROUND", replace(SHORT, rate=6.0))
+    monkeypatch.setattr(studies, "TIGHT_TOKENS", 6_000)
+    monkeypatch.setattr(studies, "SHARES", (0.1, 0.4))
+    one, *two = studies.fragmentation()
+    for row in (one, *two):
+        assert row["kv"] + row["adapter"] + row["free"] == pytest.approx(1) and row["refused"] == 0
+        assert min(row["kv"], row["adapter"], row["free"]) > 0
+    assert all(row["throughput"] < one["throughput"] and row["free"] > one["free"] for row in two)
 
 
 def test_the_results_page_is_what_its_files_say() -> None:

@@ -48,7 +48,14 @@ SMALL = ModelConfig(
     vocab_size=32, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16
 )
 CONSTANTS = Constants(
-    bandwidth=0.5, flops=0.5, lora_reads=0.5, layer=1e-3, lora_layer=5e-4, sequence=1e-4, padded_copy=1e-7
+    bandwidth=0.5,
+    flops=0.5,
+    lora_reads=0.5,
+    layer=1e-3,
+    lora_layer=5e-4,
+    sequence=1e-4,
+    padded_layer=2e-3,
+    padded_copy=1e-7,
 )
 ORIGINAL = {"separate_prefill": True, "join_every": 10, "blocking_loads": True, "eviction": "eager", "prefetch": 0}
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -160,8 +167,8 @@ def test_padding_costs_a_copy_for_every_sequence() -> None:
     kernels = PaddedKernels(SMALL)
     mixed = StepShape(3, 3, 0, [LoraRows(0, 1, 8, 100), LoraRows(1, 1, 16, 200), LoraRows(0, 1, 8, 100)])
     alone = StepShape(2, 2, 0, [LoraRows(0, 1, 8, 100)] * 2)
-    assert kernels.host_seconds(mixed, CONSTANTS) == pytest.approx(2 * 5e-4 + 1e-7 * 3 * 2 * 64)
-    assert kernels.host_seconds(alone, CONSTANTS) == pytest.approx(2 * 5e-4)
+    assert kernels.host_seconds(mixed, CONSTANTS) == pytest.approx(2 * 2.5e-3 + 1e-7 * 3 * 2 * 64)
+    assert kernels.host_seconds(alone, CONSTANTS) == pytest.approx(2 * 2.5e-3)
     assert kernels.lora_seconds(mixed, GPUS["a10g"], CONSTANTS) == pytest.approx(600 / 300e9)
 
 
@@ -250,9 +257,8 @@ def never_too_late(records: list[RequestRecord], prefill: float, slo: float) -> 
 @given(seed=st.integers(0, 2**32 - 1), rate=st.sampled_from([60.0, 200.0]))
 def test_early_abort_never_drops_a_request_that_could_still_be_in_time(seed: int, rate: float) -> None:
     """On a machine where every prefill takes the same time, so that it is known what could be."""
-    flat = Constants(
-        bandwidth=1.0, flops=1.0, lora_reads=1.0, layer=0.05, lora_layer=0.0, sequence=0.0, padded_copy=0.0
-    )
+    fastest = replace(CONSTANTS, bandwidth=1.0, flops=1.0, lora_reads=1.0)
+    flat = replace(fastest, layer=0.05, lora_layer=0.0, sequence=0.0)
     slo = 1.0
     aborting = replace(
         system(policy=lambda: EarlyAbort(slo), adapters=0, pool_tokens=100, separate_prefill=True), constants=flat

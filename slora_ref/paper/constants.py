@@ -18,6 +18,12 @@ def fitted_constants() -> Constants:
     return Constants(**json.loads(text)["constants"])
 
 
+def how_fitted() -> dict[str, object]:
+    """How the committed values came about."""
+    text = (resources.files("slora_ref.paper") / FILE).read_text(encoding="utf-8")
+    return {name: value for name, value in json.loads(text).items() if name != "constants"}
+
+
 def write_constants(constants: Constants, about: dict[str, object]) -> None:
     """Commits new values, beside how they came about."""
     fields = {"constants": asdict(constants), **about}

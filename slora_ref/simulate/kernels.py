@@ -70,7 +70,7 @@ class PaddedKernels(OriginalKernels):
 
     def host_seconds(self, shape: StepShape, constants: Constants) -> float:
         """Launches, and the copy."""
-        launches = super().host_seconds(shape, constants)
+        launches = super().host_seconds(shape, constants) + constants.padded_layer * self.model.num_layers
         if len({item.adapter for item in shape.lora}) < 2:
             return launches
         return launches + constants.padded_copy * len(shape.lora) * self.model.num_layers * self.model.hidden_size

@@ -27,6 +27,7 @@ class Constants:
         lora_reads: part of the cache's rate at which LoRA kernels read weights again for every row; at most 1.
         layer, lora_layer: seconds of host work a layer, and more where adapters are served.
         sequence: seconds of host work a sequence of the step.
+        padded_layer: of the bmm baseline alone: seconds more a layer where adapters are served.
         padded_copy: of the bmm baseline alone: seconds a sequence, layer and unit of hidden size that padding takes.
     """
 
@@ -36,6 +37,7 @@ class Constants:
     layer: float
     lora_layer: float
     sequence: float
+    padded_layer: float
     padded_copy: float
 
     def __post_init__(self) -> None:
