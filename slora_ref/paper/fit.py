@@ -130,7 +130,7 @@ def main() -> int:
     with ProcessPoolExecutor() as pool:
         constants, rest = fit(START, ROUNDS, pool)
     named = zip(targets(), rest.tolist(), strict=True)
-    about = {
+    about: dict[str, object] = {
         "command": "python -m slora_ref.paper.fit",
         "start": asdict(START),
         "misfit": [[_name(run), metric, theirs, off * WEIGHTS[metric]] for (run, metric, theirs), off in named],
