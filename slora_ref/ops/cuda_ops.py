@@ -70,6 +70,7 @@ class CudaOps(KernelOps):
         self.cublas.use_current_stream()
         self.stream, self.side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
         self._memory: dict[tuple[str, str], Any] = {}
+        self._zero_rows = cupy.zeros(0, np.int32)
 
     def prepare(self, launch: Launch) -> Work:
         """Starts a kernel on the stream that is current now, and returns at once."""
@@ -93,6 +94,12 @@ class CudaOps(KernelOps):
         if array.size:
             kept.set(np.ascontiguousarray(array, dtype))
         return kept
+
+    def _zeros(self, rows: int) -> Array:
+        """[rows] int32 zeros that nobody writes: the memory is kept, so that a step allocates nothing."""
+        if self._zero_rows.size < rows:
+            self._zero_rows = cupy.zeros(rows, np.int32)
+        return self._zero_rows[:rows]
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Zeros on the GPU."""
@@ -164,8 +171,7 @@ class CudaOps(KernelOps):
         if not len(x):
             return y
         if bias is not None:
-            first = self.new((len(x),), np.int32)
-            self.run("gather_rows", row_arguments.gather_rows(y, bias[None], first))
+            self.run("gather_rows", row_arguments.gather_rows(y, bias[None], self._zeros(len(x))))
         self.do("gemm", self.cublas.product(y, x, weight, add=bias is not None))
         return y
 
