@@ -83,10 +83,41 @@ def peers_table() -> str:
     return "\n".join([*lines, "", measured_by(result)])
 
 
+def gpu_tables() -> str:
+    """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
+    decode, serve = (
+        json.loads((RESULTS / f"{name}-H200.json").read_text(encoding="utf-8")) for name in ("DECODE", "SERVE")
+    )
+    lines = [
+        "| Llama-7B, float16, a decode step, in ms | step | its floor | GEMM | LoRA | attention | other |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in decode["rows"]:
+        if row["batch"] in (64, 128) and row["adapters"] in (0, row["batch"]):
+            who = f"{row['adapters']} adapters of rank {row['rank']}" if row["adapters"] else "no adapter"
+            times = [
+                f"{row[key]:.2f}" for key in ("step_ms", "floor_ms", "gemm_ms", "lora_ms", "attention_ms", "rest_ms")
+            ]
+            lines.append(f"| {row['batch']} requests, {who} | {' | '.join(times)} |")
+    lines += ["", measured_by(decode), ""]
+    lines += [
+        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way | requests/s | tokens/s | loads | waited for its adapter, p99 |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in serve["rows"]:
+        speed = f"{row['requests_per_s']:.1f} | {row['output_tokens_per_s']:,.0f}"
+        lines.append(
+            f"| {row['registered']:,} adapters | {speed} | {row['loads']:,} | {row['waiting_steps_p99']:.0f} step(s) |"
+        )
+    return "\n".join([*lines, "", measured_by(serve)])
+
+
 def measured_by(result: dict[str, Any]) -> str:
     """The line below a table: command, machine, versions, date."""
     machine = result["machine"]
     where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, NumPy {machine['numpy']}"
+    if machine["gpu"] is not None:
+        where = f"one {machine['gpu']}, CUDA {machine['cuda']}, CuPy {machine['cupy']}"
     return f"(`{result['command']}` on {where}, {result['date']})"
 
 
@@ -106,6 +137,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "demo": demo_output,
     "host": host_table,
     "peers": peers_table,
+    "gpu": gpu_tables,
     "answers": example_output,
     "tasks": task_list,
     "path": path,
