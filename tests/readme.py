@@ -101,7 +101,8 @@ def gpu_tables() -> str:
             lines.append(f"| {row['batch']} requests, {who} | {' | '.join(times)} |")
     lines += ["", measured_by(decode), ""]
     lines += [
-        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way | requests/s | tokens/s | loads | waited for its adapter, p99 |",
+        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way "
+        "| requests/s | tokens/s | loads | waited for its adapter, p99 |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row in serve["rows"]:
