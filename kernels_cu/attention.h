@@ -49,13 +49,13 @@ HELPER void add_warps(const DecodeOutput& to, long long row, int head, int split
     float largest = NEGATIVE_INFINITY, total = 0, sum = 0;
     for (int w = 0; w < warps; w++) largest = fmaxf(largest, found[w * gap].x);
     for (int w = 0; w < warps; w++) {
-        float weight = found[w * gap].y > 0 ? exp2_approx(found[w * gap].x - largest) : 0.0f;  // 0: it saw no token
+        float weight = found[w * gap].y == 0 ? 0.0f : exp2_approx(found[w * gap].x - largest);  // 0: no token
         total += weight * found[w * gap].y;
         sum += weight * parts[w * pitch];
     }
     long long place = (row * to.heads + head) * to.splits + split;
     if (to.splits > 1) to.partial[place * to.head_dim + d] = sum;
-    else to.out[row * to.out_stride + head * to.head_dim + d] = to_num(total > 0 ? sum / total : 0.0f);
+    else to.out[row * to.out_stride + head * to.head_dim + d] = to_num(total == 0 ? 0.0f : sum / total);
     if (to.splits > 1 && d == 0) to.stats[place] = float2{largest * LN_2, total};
 }
 

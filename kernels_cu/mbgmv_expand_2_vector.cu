@@ -23,7 +23,7 @@ extern "C" __global__ void mbgmv_expand_2_vector(Num* y, const float* t, const N
         for (int split = 0; split < splits; split++)
             t_row[j] += t[((static_cast<long long>(split) * rows + row) * targets + run.target) * t_columns + j];
     }
-    __syncthreads();  // t_row is written before all threads multiply with it
+    __syncthreads();  // t_row is written before all threads read it
     Chunk at = chunk_at(run.chunk + threadIdx.x, run.length, width);
     if (at.count == 0) return;
     int pieces = ceil_div(run.length, width);

@@ -39,6 +39,6 @@ extern "C" __global__ void paged_attention_merge_2_warp(Num* out, const float* p
 #pragma unroll
             for (int i = 0; i < LOADS; i++) sum += __shfl_sync(~0u, weight, first % 32 + i) * part[i];
         }
-        if (d < head_dim) out[row * out_stride + head * head_dim + d] = to_num(total > 0 ? sum / total : 0.0f);
+        if (d < head_dim) out[row * out_stride + head * head_dim + d] = to_num(total == 0 ? 0.0f : sum / total);
     }
 }

@@ -473,13 +473,13 @@ def gather_case(dtype: str, seed: int, rows: int, columns: int, gap: int = 0) ->
 
 
 def enter_case(dtype: str, seed: int, rows: int, positions: int) -> Case:
-    """A case of enter_pages: one row in four is padding, slot -1, and its numbers are nonsense."""
+    """A case of enter_pages: one row in four is padding, slot -1, whose place would lie in the table if it were used."""
     rng = np.random.default_rng(seed)
     table = rng.integers(-9, 0, (5, 2, positions)).astype(np.int32)
     places = rng.permutation(5 * positions)[:rows]
     slots, at = (places // positions).astype(np.int32), (places % positions).astype(np.int32)
     k_pages, v_pages = rng.integers(0, 99, (2, len(places))).astype(np.int32)
-    slots[3::4], at[3::4] = -1, 1 << 30
+    slots[3::4], at[3::4] = -1, 2 * positions
     want, real = np.full(table.shape, np.nan), slots >= 0
     want[slots[real], 0, at[real]], want[slots[real], 1, at[real]] = k_pages[real], v_pages[real]
     arguments = row_arguments.enter_pages(table, slots, at, k_pages, v_pages)

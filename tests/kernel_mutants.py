@@ -20,7 +20,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("+ j % each", "+ j"),
     ],
     "mbgmv_shrink_1_naive": [
-        ("adapter.rank; j +=", "adapter.rank - 1; j +="),
+        ("adapter.rank; j += blockDim.x", "adapter.rank - 1; j += blockDim.x"),
         ("min(first + part, d_in)", "first + part"),
         ("+ i / width]", "]"),
     ],
@@ -40,7 +40,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "mbgmv_shrink_2_warp": [
         ("if (j >= adapter.rank) return;", ""),
-        ("sum = warp_sum(sum);", ""),
+        ("sum = warp_sum(sum);\n    if (lane", "if (lane"),
     ],
     "mbgmv_shrink_3_in_flight": [
         ("__syncthreads();  // x_part is written before all warps multiply with it", ""),
@@ -50,8 +50,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("x_part[32 * u + lane]", "x_part[32 * u + (lane ^ 1)]"),
     ],
     "mbgmv_expand_2_vector": [
-        ("__syncthreads();  // t_row is written before all threads multiply with it", ""),
-        ("t_row[j] = 0;", ""),
+        ("__syncthreads();  // t_row is written before all threads read it", ""),
+        ("t_row[j] = 0;\n        for (int split = 0; split < splits", "for (int split = 0; split < splits"),
     ],
     "mbgmv_expand_3_in_flight": [
         ("__syncthreads();  // t_row is written before all threads multiply with it", ""),
@@ -171,7 +171,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (first % 32 == 0) {", "if (first == 0) {"),
         ("if (d < head_dim) out", "out"),
         ("largest = warp_max(largest);", ""),
-        ("total > 0 ? sum / total : 0.0f", "sum / total"),
+        ("total == 0 ? 0.0f : sum / total", "sum / total"),
     ],
     "paged_attention_prefill_2_rows": [
         ("__syncthreads();  // q, keys and values are written before they are multiplied", ""),
