@@ -473,7 +473,7 @@ def gather_case(dtype: str, seed: int, rows: int, columns: int, gap: int = 0) ->
 
 
 def enter_case(dtype: str, seed: int, rows: int, positions: int) -> Case:
-    """A case of enter_pages: one row in four is padding, slot -1, whose place would lie in the table if it were used."""
+    """A case of enter_pages: one row in four is padding, slot -1, whose place would lie in the table if it counted."""
     rng = np.random.default_rng(seed)
     table = rng.integers(-9, 0, (5, 2, positions)).astype(np.int32)
     places = rng.permutation(5 * positions)[:rows]
