@@ -89,6 +89,13 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
         (f"inspect {ADAPTERS_FOLDER / 'upper-case'} --model {'n' * 300}", ["nnn", "File name too long"]),
         (f"generate --model {'n' * 300} --prompt a=", ["nnn"]),
         ("bench nothing", ["nothing"]),
+        ("bench serve --lengths 5", ["lengths are 1 numbers", "LOW,HIGH"]),
+        ("bench load --lengths 5,6,7", ["lengths are 3 numbers", "LOW,HIGH"]),
+        ("bench serve --max-running 0", ["max_running is 0", "1"]),
+        ("bench serve --max-batched-tokens 0", ["max_batched_tokens is 0", "1"]),
+        ("bench serve --rate 1e-9", ["rate is 1e-09", "from 0.001"]),
+        ("paper fragmentation --variant ours", ["fragmentation is a study", "--variant"]),
+        ("paper fragmentation --out README.md", ["--out README.md", "File exists", "name a folder"]),
     ],
 )
 def test_bad_input_is_one_line_with_the_numbers(

@@ -388,7 +388,7 @@ def test_without_prefetch_each_waits_for_its_own() -> None:
 
 
 def test_loads_ahead_take_no_page_that_the_running_will_need() -> None:
-    """Class of fault: prefetched adapters fill the pool, and the next decode finds no page (slora_facts.md 3.6).
+    """Class of fault: prefetched adapters fill the pool, and the next decode finds no page.
 
     The base model's request will hold 24 of 30 tokens: 12 pages are left, for one adapter of 10 pages, not for two.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
@@ -49,8 +50,13 @@ def run(args: argparse.Namespace) -> int:
     """Plays and prints.
 
     Raises:
-        ConfigError: figures are wanted, and there is no folder for them, or no matplotlib.
+        ConfigError: figures are wanted, and there is no folder for them, or no matplotlib; or an option is for
+            experiments alone, and a study was asked for.
     """
+    if args.what in STUDIES and (args.svg or args.variant != "original"):
+        raise ConfigError(f"{args.what} is a study of its own: it has no --variant, and its table is no figure (--svg)")
+    if args.out is not None:
+        _make_folder(args.out)
     if args.svg:
         if args.out is None:
             raise ConfigError("--svg needs --out DIR, the folder that figures are written into")
@@ -67,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         screen.say(f"\n{name}\n{as_table(rows[name]) if name in rows else plain_table(found[name])}")
         if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{name}.csv").write_text(as_csv(found[name]), encoding="utf-8")
             if args.svg and name in rows:
                 draw(name, rows[name], args.out / f"{name}.svg")
@@ -76,6 +81,16 @@ def run(args: argparse.Namespace) -> int:
         studied = [row for name in names if name in STUDIES for row in found[name]]
         print_json(as_json(args.what, time.perf_counter() - start, compared, studied))
     return 0
+
+
+def _make_folder(path: Path) -> None:
+    """Before anything is played. Raises ConfigError when files cannot be written into it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror or error}; name a folder that can be written") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"--out {path} cannot be written into; name another folder")
 
 
 def _with_variant(points: list[Point], variant: str) -> list[Point]:

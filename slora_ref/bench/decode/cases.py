@@ -50,6 +50,11 @@ class DecodeOptions:
                 check_whole(ConfigError, name, value, least, 512)
         for name in ("prompt", "output"):
             check_whole(ConfigError, name, getattr(self, name), 2, MOST)
+        if min(self.adapters) > max(self.batches):
+            raise ConfigError(
+                f"the fewest adapters are {min(self.adapters)} and the largest batch {max(self.batches)}: nothing is "
+                "left to measure; a batch of n requests has at most n adapters"
+            )
 
     def cases(self) -> list[DecodeCase]:
         """Every batch with every number of adapters that it can hold."""

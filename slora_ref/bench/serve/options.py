@@ -70,12 +70,18 @@ class ServeOptions:
             check_whole(ConfigError, "registered", count, 1, 100_000)
         check_whole(ConfigError, "requests", self.requests, 1, 1_000_000)
         check_whole(ConfigError, "distinct", self.distinct, 1, 100_000)
+        for name in ("max_running", "max_batched_tokens"):
+            if getattr(self, name) is not None:
+                check_whole(ConfigError, name, getattr(self, name), 1, 1_000_000)
         if self.rate is not None:
-            check_real(ConfigError, "rate", self.rate, is_finite(self.rate) and self.rate > 0, "above 0")
+            bounds = is_finite(self.rate) and 0.001 <= self.rate <= 1e6
+            check_real(ConfigError, "rate", self.rate, bounds, "from 0.001 to 1,000,000 requests a second")
         check_real(ConfigError, "host_gb", self.host_gb, is_finite(self.host_gb) and self.host_gb > 0, "above 0")
         check_choice(ConfigError, "popularity", self.popularity, ("uniform", "zipf"))
         for policy in self.eviction:
             check_choice(ConfigError, "eviction", policy, EVICTIONS)
+        if len(self.bounds) != 2:
+            raise ConfigError(f"lengths are {len(self.bounds)} numbers; give two, LOW,HIGH")
         low, high = self.bounds
         if not 1 <= low < high:
             raise ConfigError(f"lengths are {low} to {high}; the first must be at least 1 and below the second")
