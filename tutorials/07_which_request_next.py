@@ -2,7 +2,7 @@
 
 Minutes: 30
 Paper: 4.2, 4.3, B
-After: choose a policy for a promise, prove why the newest come first under overload, and say what clustering buys.
+After: choose a policy for a promise, prove whom to serve when not all can be, and say what clustering buys.
 """
 
 # %% [markdown]
@@ -120,11 +120,12 @@ source(EarlyAbort.order)
 # %% [markdown]
 # ## Why the newest: Theorem B.1
 # Let r(x) be the reward for a first token after x seconds. Two assumptions: later is never better (r falls), and each
-# further second costs at least as much as the one before (r is concave). Requests came at a₁ < a₂ < ... < aₙ; there
-# are l ≤ n times at which one can start. **Then nothing earns more than serving the l latest, in order of arrival.**
+# further second costs at least as much as the one before (r is concave). Requests came at a₁ < a₂ < ... < aₙ; after
+# that there are l ≤ n times at which one can start. **Then nothing earns more than serving the l latest, in order of
+# arrival.**
 #
-# *Which.* Suppose somebody serves i and leaves out k, who came later. Give i's time t to k: k has waited less, so r(t
-# - aₖ) ≥ r(t - aᵢ). Again and again, until the latest are served.
+# *Which.* Suppose somebody serves i and leaves out k, who came later. Give i's time t to k: k has waited less, so
+# r(t - aₖ) ≥ r(t - aᵢ). Again and again, until the latest are served.
 #
 # *In which order.* Take two of them, i before k, and two times s < t. In order they wait s - aᵢ and t - aₖ; in
 # reverse s - aₖ and t - aᵢ. Both pairs have the same sum, and in reverse one wait is the shortest of the four and the
@@ -178,7 +179,10 @@ print(f"in order of arrival: {theorem(arrivals, times, cut_off):.2f}")
 print(f"the best plan:       {best_of_all(arrivals, times, cut_off):.2f}, the newer one at once; the older one is lost")
 
 # %% [markdown]
-# That is why abort comes first: without those who are past the limit, the reward is concave where it matters.
+# To drop those who are past the limit does not make the theorem true: here nobody is. And the theorem knows all
+# arrivals and all times before it begins, which a server does not. `EarlyAbort` is a rule of thumb made from it: it
+# takes the theorem's *whom*, the newest, one at a time, since it cannot know how many there will be time for, and so
+# gives up the theorem's *order* among them. That it pays is measured (chapter 9), not proved.
 #
 # ## Clusters
 # A request of an adapter that is not in the batch brings pages of weights along, which are then missing for keys and

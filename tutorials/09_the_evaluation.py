@@ -13,7 +13,8 @@ After: replay a point of the paper on a laptop, say what holds of its claims, an
 # allocator and prefetcher need no GPU. All that must be replaced is *how long a step takes*.
 #
 # ## The smallest example
-# One point of figure 5: 600 requests of 200 adapters at two a second, Llama-7B on an A10G. The trace is the authors'
+# One point of figure 5 (one of the five that a few constants were fitted on, so it must come out right; the test is
+# in the others): 600 requests of 200 adapters at two a second, Llama-7B on an A10G. The trace is the authors'
 # own, number for number; the scheduler is the real one; a step's time comes from a formula.
 
 # %%
@@ -111,8 +112,8 @@ Picture(figure, "09_replayed", "Throughput as replayed and by the null model, ag
 
 # %% [markdown]
 # ## What holds
-# *The number of adapters hardly matters.* Replayed beside measured, on the A10G. It is the scheduler, not the
-# formula, that bends the curve: each further adapter takes pages from the sequences.
+# *The number of adapters hardly matters.* Replayed beside measured, on the A10G; the last row is a fitted one. It is
+# the scheduler, not the formula, that bends the curve: each further adapter takes pages from the sequences.
 
 # %%
 rows = []
@@ -128,7 +129,7 @@ table(["adapters", "requests/s, replayed", "measured", "latency s, replayed", "m
 #
 # ## What the raw results show besides
 # *Four times vLLM* is a comparison at five merged models, which leave an A100-80 almost no room for keys. With two,
-# the packed models are ahead (chapter 1's picture, measured):
+# the packed models are ahead:
 
 # %%
 packed = {row["num_adapters"]: row["thr req/s"] for row in theirs("vllm_packed_s2_a100_80")}
@@ -165,10 +166,10 @@ table(["requests/s", "base model alone", "adapters, no messages", "all", "lost t
 
 # %% [markdown]
 # ## What if?
-# The reason to have a simulator. The same load under the options of the authors' code (new requests wait for ten
+# The reason to have a simulator. The same setting under the options of the authors' code (new requests wait for ten
 # steps, loads stop everything, adapters leave at once), of the paper's text (they join at once, all free memory is a
-# pool, and each adapter's requests arrive by themselves), and of this project (prompts in pieces beside decoding,
-# idle adapters stay):
+# pool, and each adapter's requests arrive by themselves, so it is another trace, with more requests), and of this
+# project (prompts in pieces beside decoding, idle adapters stay):
 
 # %%
 rows = []
