@@ -117,13 +117,3 @@ HELPER void soften(float (&scores)[TOKENS / 8][4], unsigned (&weights)[TOKENS / 
     }
 }
 #endif
-HELPER int next_tile(const int4* tiles, int i, int step, int tile_count) {  // see lora.h
-    for (; i < tile_count; i += 32 * step) {
-        int mine = i + static_cast<int>(threadIdx.x % 32) * step, found = mine;
-        if (mine >= tile_count || tiles[mine].y == 0) found = 0x7fffffff;
-#pragma unroll
-        for (int lanes = 16; lanes; lanes /= 2) found = min(found, __shfl_xor_sync(~0u, found, lanes));
-        if (found < tile_count) return found;
-    }
-    return tile_count;
-}

@@ -225,9 +225,10 @@ HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* 
     }
 }
 
-// The first entry from i on, in steps, that has rows; tile_count or more: none. All lanes of a warp look, 32 entries at
-// a time.
-HELPER int next_tile(const int2* tiles, int i, int step, int tile_count) {
+// The first entry from i on, in steps, that has rows (y); tile_count or more: none. All lanes of a warp look, 32 entries
+// at a time.
+template <typename Tile>
+HELPER int next_tile(const Tile* tiles, int i, int step, int tile_count) {
     for (; i < tile_count; i += 32 * step) {
         int mine = i + static_cast<int>(threadIdx.x % 32) * step, found = mine;
         if (mine >= tile_count || tiles[mine].y == 0) found = 0x7fffffff;
