@@ -49,9 +49,15 @@ def example_output() -> str:
     return "prints\n```\n" + printed.getvalue().rstrip() + "\n```"
 
 
+def measured(name: str) -> dict[str, Any]:
+    """A committed result."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
 def host_table() -> str:
     """The committed measurement of the host's work."""
-    result = json.loads((RESULTS / "HOST-CPU.json").read_text(encoding="utf-8"))
+    result = measured("HOST-CPU")
     rows = ["| host work, without the model | size | median |", "| --- | --- | ---: |"]
     allocations = [row for row in result["rows"] if row["operation"] == "allocate"]
     pages, pools = allocations[0]["pages"], ", ".join(f"{row['pool_pages']:,}" for row in allocations)
@@ -67,7 +73,7 @@ def host_table() -> str:
 
 def peers_table() -> str:
     """The committed comparison with transformers and peft on a real model."""
-    result = json.loads((RESULTS / "SMOLLM2-CPU.json").read_text(encoding="utf-8"))
+    result = measured("SMOLLM2-CPU")
     [row], machine = result["rows"], result["machine"]
     size = f"{row['requests']} requests, prompt {row['prompt']}, {row['new_tokens']} new tokens"
     peft, transformers = f"peft {machine['peft']}", f"transformers {machine['transformers']}"
@@ -85,9 +91,7 @@ def peers_table() -> str:
 
 def gpu_tables() -> str:
     """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
-    decode, serve = (
-        json.loads((RESULTS / f"{name}-H200.json").read_text(encoding="utf-8")) for name in ("DECODE", "SERVE")
-    )
+    decode, serve = measured("DECODE-H200"), measured("SERVE-H200")
     lines = [
         "| Llama-7B, float16, a decode step, in ms | step | its floor | GEMM | LoRA | attention | other |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

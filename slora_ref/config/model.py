@@ -172,11 +172,14 @@ class ModelConfig:
         )
 
 
+def _acting(values: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> list[str]:
+    """The fields of a table such as NEUTRAL that are neither null nor at a neutral value."""
+    return [name for name, idle in neutral.items() if values.get(name) is not None and values[name] not in idle]
+
+
 def _warn_of_rules(generation: Mapping[str, Any]) -> None:
     """Warns of rules in generation_config.json by which transformers' greedy answer would be another."""
-    acting = [
-        name for name, idle in GREEDY_RULES.items() if generation.get(name) is not None and generation[name] not in idle
-    ]
+    acting = _acting(generation, GREEDY_RULES)
     if acting:
         shown = ", ".join(f"{name} = {show(generation[name])}" for name in acting)
         warnings.warn(f"generation_config.json: {shown} has no effect here", CheckpointWarning, stacklevel=3)
@@ -196,9 +199,8 @@ def _model_type(fields: Fields) -> str:
 
 def _check_supported(fields: Fields) -> None:
     """Refuse each field of NEUTRAL that is not at a neutral value, and layers of another kind."""
-    for name, neutral in NEUTRAL.items():
-        if fields.values.get(name) is not None and fields.values[name] not in neutral:
-            raise fields.refuse(name, "this changes the model and is not supported")
+    for name in _acting(fields.values, NEUTRAL):
+        raise fields.refuse(name, "this changes the model and is not supported")
     layers = fields.values.get("layer_types")
     if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
         raise fields.refuse("layer_types", "only full_attention is supported")

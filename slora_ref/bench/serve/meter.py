@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slora_ref.batch import Batch
+from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.config.presets import parameters
 from slora_ref.engine import Engine
 from slora_ref.executor import Executor, StepResult
 from slora_ref.pager import PoolUsage
 from slora_ref.sampler import Sampling
-
-BYTES_PER_S = 4.05e12  # an H200's measured copy rate
 
 
 @dataclass

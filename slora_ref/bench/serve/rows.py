@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.bench.machine import link_gb_s, matmul_tflops
-from slora_ref.bench.serve.meter import BYTES_PER_S
 from slora_ref.bench.serve.options import ServeOptions
 from slora_ref.bench.serve.session import Run, open_session
 from slora_ref.metrics import percentile
