@@ -13,7 +13,8 @@ from slora_ref import Engine
 from slora_ref.checkpoint import load_checkpoint
 from slora_ref.cli.main import main
 from slora_ref.demo.scale import ScaleOptions, ScaleReport, run_scale_demo
-from slora_ref.engine.build import assemble
+from slora_ref.demo.scale.start import StartClock, process_seconds
+from slora_ref.engine.build import Note, assemble, quiet
 from slora_ref.engine.devices import KernelDevice
 from slora_ref.errors import ConfigError
 from slora_ref.ops.host_ops import HostOps
@@ -33,11 +34,12 @@ SMALL = ScaleOptions(
 )
 
 
-def on_host(options: ScaleOptions) -> Engine:
+def on_host(options: ScaleOptions, note: Note = quiet) -> Engine:
     """The engine of the options on the host build of the kernels."""
     config = replace(options.engine_config(), max_batched_tokens=32, max_running=6, max_adapters=8)
     device = KernelDevice(config, HostOps(np.float32, kernels=host_kernels()))
-    return Engine(*assemble(CONFIG, load_checkpoint(model_folder(), CONFIG, "float32"), None, device, config))
+    weights = load_checkpoint(model_folder(), CONFIG, "float32")
+    return Engine(*assemble(CONFIG, weights, None, device, config, note=note))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,21 @@ def test_the_table_and_the_json_say_what_happened(report: ScaleReport) -> None:
     assert fields.keys() >= set(promised)
 
 
+def test_the_parts_of_the_start_are_told_and_add_up(report: ScaleReport) -> None:
+    parts = ["imports", "device", "warm-up", "pool", "host memory", "adapters", "first token"]
+    assert list(report.start_s) == parts and all(seconds >= 0 for seconds in report.start_s.values())
+    assert sum(report.start_s.values()) == report.first_ready_s > 0
+    assert report.kernels_cached is None
+
+
+def test_a_part_that_comes_twice_is_counted_once() -> None:
+    clock = StartClock()
+    for part in ("device", "weights", "device", "end"):
+        clock.note(part)
+    assert list(clock.parts) == ["imports", "device", "weights"]
+    assert str(clock).startswith("imports ") and clock.seconds == pytest.approx(process_seconds(), abs=0.5)
+
+
 def test_a_failure_is_said(report: ScaleReport) -> None:
     assert "FAILED: answers checked" in replace(report, wrong=1).table()
     assert replace(report, finished=7).failed == ["requests finished"]
@@ -85,8 +102,8 @@ def test_a_wrong_weight_is_seen() -> None:
                 self.executor.model.weights.layers[1].down[...] *= -1
             return done
 
-    def changed(options: ScaleOptions) -> Engine:
-        engine = on_host(options)
+    def changed(options: ScaleOptions, note: Note) -> Engine:
+        engine = on_host(options, note)
         engine.__class__ = Changed
         return engine
 

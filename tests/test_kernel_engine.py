@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from serving import (
     assert_right,
     new_engine,
     reference_logits,
+    run_to_end,
     without_shape_checks,
 )
 from test_engine_machine import MODES, SMALL, EngineMachine, live
@@ -27,6 +29,9 @@ from slora_ref.batch import Batch
 from slora_ref.errors import ConfigError
 from slora_ref.executor import KernelExecutor, StepResult
 from slora_ref.executor.staging import bucket
+from slora_ref.ops.host_ops import HostOps
+from slora_ref.ops.launch import Launch
+from slora_ref.ops.rungs import usable
 from slora_ref.sampler import Sampling
 
 PLACES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,6 +112,24 @@ def test_launches_that_are_repeated_give_the_bits_of_fresh_ones(on: str) -> None
     engine.executor = both = Fresh(engine.executor)
     serve(engine, keep_logits=True, max_tokens=4)
     assert not both.fresh.tapes and 1 < len(both.kept.tapes) < both.steps
+
+
+@pytest.mark.parametrize(("on", "dtype"), [("host", "float32"), pytest.param("cuda", "float16", marks=pytest.mark.gpu)])
+def test_all_that_runs_is_among_what_is_compiled_ahead(on: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[tuple[str, str]] = set()
+    backend = HostOps if on == "host" else importlib.import_module("slora_ref.ops.cuda_ops").CudaOps
+    prepare = backend.prepare
+
+    def seen(ops: Any, launch: Launch) -> Any:
+        launched.add((launch.kernel, launch.dtype.name))
+        return prepare(ops, launch)
+
+    monkeypatch.setattr(backend, "prepare", seen)
+    engine = new_engine(EACH, on=on, dtype=dtype, max_batched_tokens=48)
+    for number in range(len(NAMES)):
+        engine.add_request(*ask(number))
+    run_to_end(engine)
+    assert launched <= set(usable(dtype)) and len(launched) > len(set(usable(dtype))) // 2
 
 
 @ON

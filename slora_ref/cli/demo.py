@@ -15,7 +15,7 @@ from slora_ref.demo.scale import ScaleOptions, run_scale_demo
 from slora_ref.errors import ConfigError
 from slora_ref.synthetic import AdapterKind
 
-OF_SCALE = ("ranks", "targets", "distinct", "memory_fraction")  # options that the toy demo has not
+OF_SCALE = ("ranks", "targets", "distinct", "memory_fraction", "checked")  # options that the toy demo has not
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -50,6 +50,7 @@ def add_parser(commands: Subparsers) -> None:
     large.add_argument("--targets", type=words, metavar="LIST", help="default: q_proj,k_proj,v_proj,o_proj")
     large.add_argument("--distinct", type=int, help=f"weight sets that names share (default: {scale.distinct})")
     large.add_argument("--memory-fraction", type=float, help="of the GPU's memory to take (default: 0.9)")
+    large.add_argument("--checked", type=int, help=f"answers to check against dense weights (default: {scale.checked})")
     parser.set_defaults(run=lambda args: run_sharded(args, run))
 
 
@@ -91,5 +92,5 @@ def _scale(args: argparse.Namespace) -> ScaleOptions:
     if args.plot is not None:
         raise ConfigError("--plot draws the toy demo's pool; leave --model or --plot out")
     kind = AdapterKind(**_given(args, "ranks", "targets"))
-    options = _given(args, "adapters", "requests", "pool_pages", "seed", "rate", "dtype", "distinct", "memory_fraction")
-    return ScaleOptions(model=args.model, kind=kind, **options)
+    names = "adapters requests pool_pages seed rate dtype distinct memory_fraction checked".split()
+    return ScaleOptions(model=args.model, kind=kind, **_given(args, *names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from slora_ref.checkpoint import ModelWeights, float_dtype
@@ -25,10 +26,16 @@ from slora_ref.tp import WHOLE, Shard, local_config
 from slora_ref.tp.communicator import Alone
 
 PAGE_ID_BYTES = 4
+Note = Callable[[str], None]
+"""Takes the name of the part of the start that begins."""
 Parts = tuple[Scheduler, Prefetcher, Executor, Clock, ModelConfig, Tokenizer | None]
 
 
-def build_parts(folder: Path, config: EngineConfig, policy: Policy | None = None) -> Parts:
+def quiet(part: str) -> None:
+    """Says nothing."""
+
+
+def build_parts(folder: Path, config: EngineConfig, policy: Policy | None = None, note: Note = quiet) -> Parts:
     """What Engine takes, in its order, for a checkpoint folder.
 
     Raises:
@@ -37,28 +44,37 @@ def build_parts(folder: Path, config: EngineConfig, policy: Policy | None = None
     model = ModelConfig.from_folder(folder)
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-    return build_group(model, folder_order(folder, config), tokenizer, config, policy)
+    return build_group(model, folder_order(folder, config), tokenizer, config, policy, note)
 
 
-def build_random_parts(model: ModelConfig, config: EngineConfig, seed: int, policy: Policy | None = None) -> Parts:
+def build_random_parts(
+    model: ModelConfig, config: EngineConfig, seed: int, policy: Policy | None = None, note: Note = quiet
+) -> Parts:
     """What Engine takes, in its order, with weights from a seed and without a tokenizer.
 
     Raises:
         ConfigError: see Engine.from_config.
     """
-    return build_group(model, random_order(model, seed, config), None, config, policy)
+    return build_group(model, random_order(model, seed, config), None, config, policy, note)
 
 
 def build_group(
-    model: ModelConfig, order: Order, tokenizer: Tokenizer | None, config: EngineConfig, policy: Policy | None
+    model: ModelConfig,
+    order: Order,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    policy: Policy | None,
+    note: Note = quiet,
 ) -> Parts:
     """The parts of shard 0, after all shards have done what the order to open a model says."""
+    note("device")
     leader = open_group(model, config)
     shard = leader.communicator.shard
     device = open_device(config, shard)
+    note("weights")
     with leader.together(order):
         _, weights = open_model(order, device, shard)
-    return assemble(model, weights, tokenizer, device, config, policy, leader)
+    return assemble(model, weights, tokenizer, device, config, policy, leader, note)
 
 
 def assemble(
@@ -69,11 +85,14 @@ def assemble(
     config: EngineConfig,
     policy: Policy | None = None,
     leader: Leader | None = None,
+    note: Note = quiet,
 ) -> Parts:
     """The parts around weights that are on the device already; those of the leader's shard, if there is one."""
     leader = leader or Leader(Alone(), stops=False)
     communicator = leader.communicator
+    note("warm-up")
     device.prepare(local_config(model, config.shards), weights, config)
+    note("pool")
     pool = build_pool(model, config, device, communicator.shard)
     with leader.together(pool_order(pool)):
         pass
@@ -81,6 +100,7 @@ def assemble(
         moving = device.communicator(communicator)
         llama = LlamaModel(model, weights, device.ops(), pool, pool.max_positions, moving)
     how = {"share": config.share_host_copies, "background": config.loading == "background"}
+    note("host memory")
     store = AdapterStore(model, pool.layout, config.dtype, config.host_bytes, allocate=device.host_memory, **how)
     executor, loader = device.parts(llama, pool, store, config)
     if config.shards > 1:

@@ -21,6 +21,7 @@ from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, NumpyOps, Ops
 from slora_ref.ops.collectives import StepCommunicator
 from slora_ref.ops.device_tables import DeviceTables
+from slora_ref.ops.rungs import usable
 from slora_ref.pager import PageLayout, PagePool, PageStorage
 from slora_ref.prefetch import ImmediateLoader, Loader, ThreadLoader
 from slora_ref.store import AdapterStore, plain_memory
@@ -177,8 +178,10 @@ class CudaDevice(KernelDevice):
         if shard.count > 1:
             self._memory.use_gpu(shard.index)
         self._stream = self._memory.use_own_stream()
+        dtype, kernels = float_dtype(config.dtype), importlib.import_module("slora_ref.ops.cuda_kernels").CudaKernels()
+        kernels.compile_ahead(usable(dtype))
         cuda_ops = importlib.import_module("slora_ref.ops.cuda_ops")
-        super().__init__(config, cuda_ops.CudaOps(float_dtype(config.dtype), shards=shard.count))
+        super().__init__(config, cuda_ops.CudaOps(dtype, kernels=kernels, shards=shard.count))
 
     def communicator(self, inner: Communicator) -> Communicator:
         """NCCL, beside what carries the orders."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.config.fields import show
-from slora_ref.engine.build import build_parts, build_random_parts
+from slora_ref.engine.build import Note, build_parts, build_random_parts, quiet
 from slora_ref.engine.inputs import Prompt, make_request, one_for_each, seed_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.loop import EngineLoop
@@ -28,26 +28,41 @@ class Engine(EngineLoop):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, config: EngineConfig = DEFAULTS, policy: Policy | None = None
+        cls,
+        folder: str | Path,
+        config: EngineConfig = DEFAULTS,
+        policy: Policy | None = None,
+        note: Note = quiet,
     ) -> Engine:
         """The usual engine for a checkpoint folder.
+
+        Args:
+            note: takes the name of each part of the start as it begins.
 
         Raises:
             CheckpointError, UnsupportedModel, TokenizerError: the folder is damaged or asks for what is not
             implemented. ConfigError: the options cannot work for this model.
         """
-        return cls(*build_parts(Path(folder), config, policy))
+        return cls(*build_parts(Path(folder), config, policy, note))
 
     @classmethod
     def from_config(
-        cls, model: ModelConfig, config: EngineConfig = DEFAULTS, seed: int = 0, policy: Policy | None = None
+        cls,
+        model: ModelConfig,
+        config: EngineConfig = DEFAULTS,
+        seed: int = 0,
+        policy: Policy | None = None,
+        note: Note = quiet,
     ) -> Engine:
         """The usual engine with random weights, made where they are used (transformers' name), without a tokenizer.
+
+        Args:
+            note: takes the name of each part of the start as it begins.
 
         Raises:
             ConfigError: the options cannot work for this model.
         """
-        return cls(*build_random_parts(model, config, seed, policy))
+        return cls(*build_random_parts(model, config, seed, policy, note))
 
     # --- adapters ---
 

@@ -8,7 +8,9 @@ may start before the kernel before it has ended (programmatic dependent launch).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,16 +61,30 @@ class CudaKernels:
         self.device = cupy.cuda.Device()
         self.early_start = early_start and int(self.device.compute_capability) >= 90
         self._functions: dict[tuple[str, str], Any] = {}
+        self._coming: dict[tuple[str, str], Future[Any]] = {}
         self._driver = ctypes.CDLL("libcuda.so.1")
 
+    def compile_ahead(self, kernels: Iterable[tuple[str, Any]]) -> None:
+        """Starts to compile kernels, each for a dtype, on a thread for each core: NVRTC lets other threads run."""
+        compilers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compiler")
+        for kernel, dtype in kernels:
+            self._coming[kernel, np.dtype(dtype).name] = compilers.submit(self._compile, kernel, dtype)
+        compilers.shutdown(wait=False)  # the threads end with their work
+
     def function(self, kernel: str, dtype: Any) -> Any:
-        """A kernel, compiled when first used; CuPy keeps the machine code in its own cache folder."""
+        """A kernel, compiled when first used; waits for the thread that compiles it ahead, if there is one."""
         key = (kernel, np.dtype(dtype).name)
         if key not in self._functions:
-            options = ("--std=c++17", f"-D{dtype_macro(dtype)}")
-            module = cupy.RawModule(code=whole_source(kernel, self.folder), options=options, backend="nvrtc")
-            self._functions[key] = module.get_function(kernel)
+            coming = self._coming.pop(key, None)
+            self._functions[key] = self._compile(kernel, dtype) if coming is None else coming.result()
         return self._functions[key]
+
+    def _compile(self, kernel: str, dtype: Any) -> Any:
+        """CuPy keeps the machine code in a folder of its own, by source, options and architecture."""
+        options = ("--std=c++17", f"-D{dtype_macro(dtype)}")
+        with self.device:
+            module = cupy.RawModule(code=whole_source(kernel, self.folder), options=options, backend="nvrtc")
+            return module.get_function(kernel)
 
     def run(self, launch: Launch) -> None:
         """Launches on the current stream, once."""

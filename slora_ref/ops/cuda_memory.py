@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import cupy
@@ -62,6 +64,12 @@ def used_bytes() -> int:
     cupy.get_default_memory_pool().free_all_blocks()
     free, total = cupy.cuda.runtime.memGetInfo()
     return int(total - free)
+
+
+def kernels_kept() -> int:
+    """Kernels whose machine code lies in the folder where CuPy keeps it."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    return sum(1 for _ in folder.glob("*.cubin"))
 
 
 class Normals:

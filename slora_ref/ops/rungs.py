@@ -198,6 +198,21 @@ def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
     return [name for name, test in suits.items() if test is None or test(sizes)][-1]
 
 
+def usable(dtype: Any) -> list[tuple[str, str]]:
+    """Every kernel that `fastest` may choose for storage of this dtype, with the dtype that it is compiled for.
+
+    Logits and integers are float32's business, whatever the storage has.
+    """
+    found, storage = [], np.dtype(dtype).name
+    for operation in dict.fromkeys(map(operation_of, RUNGS)):
+        kinds = [kind for kind in (storage, "float32") if has_kernel(operation, kind)]
+        for kind in kinds[-1:] if operation == "argmax" else kinds[:1]:
+            names = ladder(operation, kind)
+            always = max(place for place, name in enumerate(names) if RUNGS[name].suits is None)
+            found += [(name, kind) for name in names[always:]]
+    return found
+
+
 def _sizes(dtype: Any, arguments: Arguments) -> SimpleNamespace:
     """A kernel's integer arguments by name, and `nums`, the numbers in 16 bytes."""
     sizes = {name: int(value) for name, value in arguments.items() if isinstance(value, np.integer)}

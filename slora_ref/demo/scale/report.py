@@ -20,7 +20,8 @@ class ScaleReport:
     """Counts, times in seconds, and how near the sample came to the dense model.
 
     Args:
-        first_ready_s: from the start of the process to the first token of any request.
+        first_ready_s: from the start of the process to the first token of any request; start_s: its parts.
+        kernels_cached: nothing had to be compiled for that; None: not on a GPU.
         task_correct: None: synthetic adapters have no task.
         max_logit_error: largest difference of a logit in the sample; max_relative_error: beside the largest logit.
         slo_attainment: share of requests whose first token came within the paper's 6 s.
@@ -42,6 +43,8 @@ class ScaleReport:
     steps: int
     seconds: float
     first_ready_s: float
+    start_s: dict[str, float]
+    kernels_cached: bool | None
     tokens_per_s: float
     requests_per_s: float
     first_token_p50_s: float | None
@@ -127,8 +130,9 @@ class ScaleReport:
         ]
 
     def _how_fast(self) -> list[tuple[str, str]]:
+        kernels = {True: "kept from before", False: "compiled now", None: "not a GPU's"}[self.kernels_cached]
         return [
-            ("process start to first token", f"{self.first_ready_s:.1f} s"),
+            ("process start to first token", f"{self.first_ready_s:.1f} s, kernels {kernels}"),
             ("throughput", f"{self.requests_per_s:.2f} requests/s, {self.tokens_per_s:,.0f} output tokens/s"),
             ("first token after", f"{_s(self.first_token_p50_s)} (median), {_s(self.first_token_p99_s)} (99 of 100)"),
             ("answer complete after", f"{_s(self.total_p50_s)} (median), {_s(self.total_p99_s)} (99 of 100)"),
@@ -158,7 +162,8 @@ def summarize(
     completions: Seq[Completion],
     watch: PoolWatch,
     seconds: float,
-    first_ready: float,
+    start: dict[str, float],
+    kernels_cached: bool | None,
 ) -> ScaleReport:
     """Counts what the run brought; nothing is checked yet."""
     first = [done.first_token_at - done.arrival for done in completions if done.first_token_at is not None]
@@ -180,7 +185,9 @@ def summarize(
         tokens=tokens,
         steps=len(watch.residents),
         seconds=seconds,
-        first_ready_s=first_ready,
+        first_ready_s=sum(start.values()),
+        start_s=start,
+        kernels_cached=kernels_cached,
         tokens_per_s=tokens / seconds,
         requests_per_s=len(completions) / seconds,
         first_token_p50_s=percentile(first, 50),

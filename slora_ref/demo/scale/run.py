@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +14,32 @@ import numpy as np
 from slora_ref.demo.scale.check import check_sample
 from slora_ref.demo.scale.options import ScaleOptions
 from slora_ref.demo.scale.report import ScaleReport, summarize
+from slora_ref.demo.scale.start import StartClock
 from slora_ref.demo.serve import Ask, serve
 from slora_ref.demo.watch import Draw, PoolWatch
 from slora_ref.engine import Completion, Engine
+from slora_ref.engine.build import Note
 from slora_ref.engine.devices import check_cuda
 from slora_ref.request import SamplingParams
 from slora_ref.synthetic import write_adapters
 
 Say = Callable[[str], None]
-Open = Callable[[ScaleOptions], Engine]
+Open = Callable[[ScaleOptions, Note], Engine]
 
 
-def open_engine(options: ScaleOptions) -> Engine:
-    """The engine that the options ask for, after all memory has been checked.
-
-    Raises:
-        ConfigError: there is no GPU, or something does not fit.
-    """
+def check_fits(options: ScaleOptions) -> None:
+    """Raises ConfigError when there is no GPU, or something does not fit into its memory or the host's."""
     check_cuda()
     options.check_host()
     memory = importlib.import_module("slora_ref.ops.cuda_memory")
     options.check_device(memory.total_bytes(), memory.used_bytes())
+
+
+def open_engine(options: ScaleOptions, note: Note) -> Engine:
+    """The engine that the options ask for."""
     if options.is_shape:
-        return Engine.from_config(options.config(), options.engine_config(), options.seed)
-    return Engine.from_pretrained(options.model, options.engine_config())
+        return Engine.from_config(options.config(), options.engine_config(), options.seed, note=note)
+    return Engine.from_pretrained(options.model, options.engine_config(), note=note)
 
 
 def run_scale_demo(
@@ -53,28 +55,46 @@ def run_scale_demo(
     Raises:
         ConfigError: something does not fit; nothing was served.
     """
-    started = time.perf_counter()
-    engine = open_with(options)
-    seconds, pages = time.perf_counter() - started, engine.pool.num_pages
-    say(f"{options.model} is ready after {seconds:.1f} s, with a pool of {pages:,} pages")
+    clock, on_gpu = StartClock(), options.device == "cuda"
+    clock.note("device")
+    if on_gpu:
+        check_fits(options)
+    kept = _kernels_kept() if on_gpu else 0
     with tempfile.TemporaryDirectory(prefix="slora_ref_demo_") as folder:
-        started = time.perf_counter()
-        sets = write_adapters(Path(folder), options.config(), options.kind, options.sets, options.seed)
-        for number in range(options.adapters):
-            engine.add_adapter(_name(number), sets[number % len(sets)])
-        say(f"registered {options.adapters:,} adapters after {time.perf_counter() - started:.1f} s")
+        engine = _start(options, Path(folder), clock.note, open_with)
         asks = _asks(options, engine.model_config.vocab_size)
-        first_ready = _first_token(engine, asks[0])
+        _first_token(engine, asks[0])
+        clock.note("requests")
+        cached = _kernels_kept() == kept if on_gpu else None
+        say(f"first token after {clock.seconds:.1f} s: {clock}; a pool of {engine.pool.num_pages:,} pages")
         watch = PoolWatch(engine, len(asks), draw)
         started = time.perf_counter()
         completions = serve(engine, asks, watch)
         seconds = time.perf_counter() - started
         engine.check()
-        report = summarize(engine, options, completions, watch, seconds, first_ready)
+        report = summarize(engine, options, completions, watch, seconds, clock.parts, cached)
         say(f"served {len(completions):,} requests in {seconds:.1f} s; checking {options.checked} of the answers")
         checked = check_sample(engine, _sample(completions, options))
         engine.check()
         return report.with_checks(checked)
+
+
+def _kernels_kept() -> int:
+    """Machine codes in the folder where CuPy keeps them: as many as before, and nothing was compiled."""
+    return int(importlib.import_module("slora_ref.ops.cuda_memory").kernels_kept())
+
+
+def _start(options: ScaleOptions, folder: Path, note: Note, open_with: Open) -> Engine:
+    """An engine with all adapters registered, whose folders are written beside the making of the model."""
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write_adapters, folder, options.config(), options.kind, options.sets, options.seed)
+        engine = open_with(options, note)
+        note("adapters")
+        sets = writing.result()
+    for number in range(options.adapters):
+        engine.add_adapter(_name(number), sets[number % len(sets)])
+    note("first token")
+    return engine
 
 
 def _name(number: int) -> str:
@@ -95,17 +115,10 @@ def _asks(options: ScaleOptions, vocab: int) -> list[Ask]:
     ]
 
 
-def _first_token(engine: Engine, ask: Ask) -> float:
-    """Serves one request alone, and returns the seconds from the start of the process to its first token."""
+def _first_token(engine: Engine, ask: Ask) -> None:
+    """Serves one request alone, to its first token."""
     with_one = SamplingParams(max_tokens=1, ignore_eos=True)
     engine.generate([ask.prompt], with_one, ask.adapter)
-    return _process_seconds()
-
-
-def _process_seconds() -> float:
-    """Since this process was started, as Linux counts it."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _sample(completions: list[Completion], options: ScaleOptions) -> list[Completion]:
