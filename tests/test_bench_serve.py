@@ -121,7 +121,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("--lengths 9,4", "lengths are 9 to 4"),
         ("--eviction fifo", "eviction"),
         ("--ranks 0", "ranks are"),
-        ("--host-gb 0", "host_gb"),
+        ("--host-gb 0", "--host-gb is 0"),
         ("--plot picture.png", "SVG"),
         ("--host-gb 0.00001 --requests 2", "host memory; host_bytes is 10,000"),
     ],

@@ -59,7 +59,7 @@ def test_a_terminal_sees_that_work_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, progress: list[str]
 ) -> None:
     """And the line that says so is gone at the end."""
-    monkeypatch.setattr("slora_ref.cli.bench._host", lambda _, say: [say("one"), say("two")])
+    monkeypatch.setattr("slora_ref.cli.bench._host", lambda _: lambda say: [say("one"), say("two")])
     stream = sys.stderr if "--json" in command else sys.stdout
     monkeypatch.setattr(stream, "isatty", lambda: True)
     code, *texts = outcome(capsys, command)

@@ -119,6 +119,13 @@ def test_arrivals_follow_the_rate_and_names_the_power_law() -> None:
     assert replace(SMALL, seed=1).trace() != SMALL.trace() == replace(SMALL).trace()
 
 
+def test_lengths_are_within_the_models_positions() -> None:
+    longest = CONFIG.max_position_embeddings
+    options = replace(SMALL, lengths=(2, 10 * longest), requests=200)
+    assert options.engine_config().max_length == 2 * (longest // 2)
+    assert max(arrival.prompt for arrival in options.trace()) < longest // 2
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     seven = ScaleOptions()
     with pytest.raises(ConfigError, match=r"weights take 13.5 GB.*of the GPU's 10.0 GB"):

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import shlex
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slora_ref.bench import bench_host, copy_gb_s, machine_facts
@@ -22,6 +23,7 @@ from slora_ref.synthetic import AdapterKind
 
 Say = Callable[[str], None]
 Rows = list[dict[str, Any]]
+Measure = Callable[[Say], Rows]
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -47,25 +49,29 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _add(
-    benches: Subparsers, name: str, text: str, rows: Callable[[argparse.Namespace, Say], Rows], on_gpu: bool = True
+    benches: Subparsers,
+    name: str,
+    text: str,
+    prepare: Callable[[argparse.Namespace], Measure],
+    on_gpu: bool = True,
 ) -> argparse.ArgumentParser:
+    """Adds one measurement; `prepare` checks the values, and what it gives back measures."""
     parser: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=run, rows=rows, on_gpu=on_gpu)
+    parser.set_defaults(run=run, prepare=prepare, on_gpu=on_gpu)
     return parser
 
 
-def _host(args: argparse.Namespace, say: Say) -> Rows:
-    return bench_host(say)
+def _host(args: argparse.Namespace) -> Measure:
+    return bench_host
 
 
-def _kernels(args: argparse.Namespace, say: Say) -> Rows:
+def _kernels(args: argparse.Namespace) -> Measure:
     """The module needs CuPy, so it is imported only when asked to run."""
-    rows: Rows = importlib.import_module("slora_ref.bench.kernels.run").bench_kernels(say)
-    return rows
+    return lambda say: importlib.import_module("slora_ref.bench.kernels.run").bench_kernels(say)
 
 
-def _decode(args: argparse.Namespace, say: Say) -> Rows:
+def _decode(args: argparse.Namespace) -> Measure:
     options = DecodeOptions(
         model=args.model,
         batches=args.batch,
@@ -76,20 +82,21 @@ def _decode(args: argparse.Namespace, say: Say) -> Rows:
         dtype=args.dtype,
         shards=args.shards,
     )
-    return bench_decode(say, options)
+    return partial(bench_decode, options=options)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints.
 
     Raises:
-        ConfigError: the measurement needs CuPy, and it is not installed.
+        ConfigError: a value cannot be measured, or the measurement needs CuPy, and it is not installed.
     """
+    measure = args.prepare(args)
     on_gpu = args.on_gpu or getattr(args, "device", "cpu") == "cuda"
     if on_gpu and importlib.util.find_spec("cupy") is None:
         raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
     screen = Screen(args.json)
-    rows = args.rows(args, _busy(screen))
+    rows = measure(_busy(screen))
     screen.clear()
     if args.json:
         print_json(

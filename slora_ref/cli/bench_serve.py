@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,24 @@ from slora_ref.bench.serve.session import Run
 from slora_ref.cli.output import Subparsers
 from slora_ref.cli.values import numbers, words
 from slora_ref.config.presets import PRESETS
+from slora_ref.errors import ConfigError
 from slora_ref.prefetch import EVICTIONS
 from slora_ref.synthetic import AdapterKind
 
 Say = Callable[[str], None]
 Rows = list[dict[str, Any]]
+Measure = Callable[[Say], Rows]
 AddBench = Callable[..., argparse.ArgumentParser]
 
 
 def add_serving(benches: Subparsers, add: AddBench) -> None:
     """Adds both measurements; `add` makes a parser for one."""
-    serve = add(benches, "serve", "throughput by number of registered adapters", run_serve, on_gpu=False)
-    load = add(benches, "load", "loads of adapters by eviction policy, against the link", run_load, on_gpu=False)
+    serve = add(benches, "serve", "throughput by number of registered adapters", prepare_serve, on_gpu=False)
+    load = add(benches, "load", "loads of adapters by eviction policy, against the link", prepare_load, on_gpu=False)
     for parser in (serve, load):
         _add_options(parser)
     load.set_defaults(popularity="zipf")
+    serve.set_defaults(eviction=EVICTIONS[:1])
     serve.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what the pool held in the last run")
 
 
@@ -47,7 +51,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--own-copies", action="store_true", help="one entry in host memory for each name, not for each folder")
     add("--host-gb", type=float, default=defaults.host_gb, help=f"host memory for adapters {default}")
     add("--lengths", type=numbers, metavar="LOW,HIGH", help="tokens of prompts and of answers, HIGH left out")
-    add("--eviction", type=words, default=EVICTIONS, metavar="LIST", help="policies; serve takes the first")
+    add("--eviction", type=words, default=EVICTIONS, metavar="LIST", help="policies of idle adapters")
     add("--prefetch", type=int, default=defaults.prefetch, help=f"adapters loaded ahead at once {default}")
     add("--max-running", type=int, help="requests in a step (default: 128, for the toy 16)")
     add("--max-batched-tokens", type=int, help="rows in a step (default: 2048, for the toy 256)")
@@ -69,19 +73,29 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**given, kind=AdapterKind(args.ranks, args.targets))
 
 
-def run_load(args: argparse.Namespace, say: Say) -> Rows:
+def prepare_load(args: argparse.Namespace) -> Measure:
     """Loads by policy."""
-    return bench_load(say, options_of(args))
+    return partial(bench_load, options=options_of(args))
 
 
-def run_serve(args: argparse.Namespace, say: Say) -> Rows:
-    """Throughput; with --plot also the picture of the last run."""
+def prepare_serve(args: argparse.Namespace) -> Measure:
+    """Throughput; with --plot also the picture of the last run.
+
+    Raises:
+        ConfigError: there is more than one policy, or no such picture can be drawn.
+    """
     options = options_of(args)
+    if len(options.eviction) > 1:
+        raise ConfigError(f"eviction is {','.join(options.eviction)}; bench serve takes one, bench load several")
     if args.plot is None:
-        return bench_serve(say, options)
+        return partial(bench_serve, options=options)
     check_plot(args.plot)
+    return partial(_serve_and_plot, options=options, path=args.plot)
+
+
+def _serve_and_plot(say: Say, options: ServeOptions, path: Path) -> Rows:
     runs: list[Run] = []
     rows = bench_serve(say, options, runs.append)
     title = f"{rows[-1]['registered']:,} adapters registered, {rows[-1]['adapters']:,} asked for"
-    plot_occupancy(args.plot, title, runs[-1].meter.times, runs[-1].meter.usages)
+    plot_occupancy(path, title, runs[-1].meter.times, runs[-1].meter.usages)
     return rows

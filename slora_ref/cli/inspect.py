@@ -12,7 +12,7 @@ from slora_ref.cli.folders import model_folder
 from slora_ref.cli.output import Subparsers, print_json
 from slora_ref.config import TARGETS, ModelConfig, RopeConfig
 from slora_ref.config.fields import read_json, show
-from slora_ref.errors import AdapterError, CheckpointError, TokenizerError
+from slora_ref.errors import AdapterError, CheckpointError, ConfigError, TokenizerError
 from slora_ref.pager import AdapterShape, PageLayout
 from slora_ref.tokenizer import Tokenizer
 
@@ -44,12 +44,15 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError, UnsupportedModel, AdapterError, UnsupportedAdapter, TokenizerError: it would be refused.
+        ConfigError: --model was given for what is no adapter.
     """
     folder = model_folder(args.folder)
     refusal = None
     if _has(folder, "adapter_config.json"):
         facts = _adapter_facts(folder, args.model)
     elif _has(folder, "config.json"):
+        if args.model is not None:
+            raise ConfigError(f"--model is the base of an adapter; {show(str(folder))} is a model itself: leave it out")
         facts = _model_facts(folder)
         facts["tokenizer"], refusal = _tokenizer(folder, facts["vocabulary"])
     else:

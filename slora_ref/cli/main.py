@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 from slora_ref import __version__
@@ -56,7 +56,7 @@ def _main(argv: Seq[str] | None) -> int:
         finally:  # also after --help
             sys.stdout.flush()
     except SloraError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {_as_typed(str(error), vars(args))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -73,6 +73,12 @@ def _main(argv: Seq[str] | None) -> int:
 def _show_warning(message: Warning | str, *_: object) -> None:
     """One line, as for errors, without the place in our code."""
     print(f"slora-ref: warning: {message}", file=sys.stderr)
+
+
+def _as_typed(message: str, options: Collection[str]) -> str:
+    """A message about an option by the name that it has on the command line: `top_p is 2` -> `--top-p is 2`."""
+    name, verb, _ = (message + "  ").split(" ", 2)
+    return f"--{name.replace('_', '-')}{message[len(name) :]}" if name in options and verb in ("is", "are") else message
 
 
 def _about(error: OSError) -> str:

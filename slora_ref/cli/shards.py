@@ -8,6 +8,7 @@ from collections.abc import Callable
 from slora_ref.config.engine import COMMUNICATORS
 from slora_ref.engine.follower import follow
 from slora_ref.engine.leader import stop
+from slora_ref.errors import ConfigError
 from slora_ref.tp.mpi import MpiCommunicator
 
 
@@ -24,11 +25,19 @@ def add_shard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sharded(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
-    """Runs the command in this process, or, if mpirun started it as another shard than the first, follows that one."""
+    """Runs the command in this process, or, if mpirun started it as another shard than the first, follows that one.
+
+    Raises:
+        ConfigError: a communicator was chosen, and there is nothing to communicate with.
+    """
     if args.communicator != "mpi":
+        if args.shards is None and args.communicator != "auto":
+            raise ConfigError(f"--communicator {args.communicator} connects shards, and there is one: add --shards N")
         args.shards = 1 if args.shards is None else args.shards
         return command(args)
     world = MpiCommunicator()
+    if args.shards is None and world.shard.count == 1:
+        raise ConfigError("--communicator mpi, and this is the only process: start it with mpirun -n N")
     args.shards = world.shard.count if args.shards is None else args.shards
     if world.shard.index > 0:
         follow(world)

@@ -117,7 +117,9 @@ PEFT_BATCH = {("S1", "a10g"): 6, ("S2", "a10g"): 6, ("S1", "a100-80"): 50, ("S2"
 """The authors' hard-coded most requests of a PEFT batch."""
 
 LOAD_SECONDS, LINK_BYTES_PER_S = 4e-3, 24e9
-"""What a load of one adapter takes beside its bytes, and what PCIe 4 x16 really brings. Measured, not fitted here."""
+"""What a load of one adapter of the original takes beside its bytes: two copies and two scatters in each layer, one
+after the other; and what PCIe 4 x16 brings of its 32e9. Assumed, not fitted: the authors recorded neither. An
+H200's PCIe 5 brings 55e9 of 64e9 in one copy (link_gb_s in bench/results/KERNELS-H200.json), less in small ones."""
 
 MEMORY_USED = 0.92
 """Part of a GPU's memory for weights and pool, where the pool is all that is left: vLLM's default is 0.9 to 0.95."""

@@ -34,7 +34,7 @@ class ServeOptions:
         own_copies: each name has its own entry in host memory, as if its folder were its own.
         host_gb: size of the host memory.
         lengths: [low, high) of prompts and of answers, in tokens; None: the paper's 8 to 512, shorter for the toy.
-        eviction: policies; `serve` takes the first.
+        eviction: policies; `bench_serve` takes the first.
         prefetch: see EngineConfig.
         max_running, max_batched_tokens: see EngineConfig; None: 128 and 2048, for the toy 16 and 256.
         shards: tensor-parallel workers.

@@ -37,7 +37,7 @@ class ScaleOptions:
         pool_pages: pages of the pool; None: all memory that is left.
         memory_fraction: of the GPU's memory, see EngineConfig.
         checked: answers that are checked against dense merged weights.
-        lengths: [low, high) of prompts, and of answers, in tokens.
+        lengths: [low, high) of prompts, and of answers, in tokens; less where the model has not twice as many.
         device: where the model runs; anything but "cuda" is for tests.
     """
 
@@ -78,10 +78,15 @@ class ScaleOptions:
         """Sets of weights that there are."""
         return min(self.distinct, self.adapters)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """`lengths`, within the model's positions."""
+        low, high = self.lengths
+        return low, min(high, self.config().max_position_embeddings // 2)
+
     def engine_config(self) -> EngineConfig:
         """Large steps, and host memory for all sets."""
         host = self.kind.folder_bytes(self.config(), self.sets) * ITEM_BYTES[self.dtype] // 2
-        longest = min(2 * self.lengths[1], self.config().max_position_embeddings)
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
@@ -89,7 +94,7 @@ class ScaleOptions:
             memory_fraction=self.memory_fraction,
             max_running=256,
             max_batched_tokens=2048,
-            max_length=longest,
+            max_length=2 * self.bounds[1],
             max_adapters=1024,
             host_bytes=host + host // 8 + (1 << 20),
             seed=self.seed,
@@ -103,8 +108,8 @@ class ScaleOptions:
             rate=rate,
             alpha=POPULARITY,
             duration=(self.requests + 0.5) / rate,
-            prompt=self.lengths,
-            output=self.lengths,
+            prompt=self.bounds,
+            output=self.bounds,
             seed=self.seed,
         )
         return original_trace(drawn)[: self.requests]
@@ -123,7 +128,7 @@ class ScaleOptions:
         item, config = ITEM_BYTES[self.dtype], self.config()
         weights = parameters(config) * item
         adapter = max(self.kind.numbers(config, rank) for rank in self.kind.ranks) * item
-        tokens = 4 * self.lengths[1] * config.num_layers * config.kv_width * item
+        tokens = 4 * self.bounds[1] * config.num_layers * config.kv_width * item
         room = int(self.memory_fraction * total) - used
         if weights + adapter + tokens > room:
             raise ConfigError(
