@@ -13,17 +13,19 @@ import pytest
 
 from slora_ref.cli import main
 from slora_ref.paper import studies
-from slora_ref.paper.bars import Closeness, closeness, errors
+from slora_ref.paper.bars import Closeness, closeness, errors, shard_closeness
 from slora_ref.paper.constants import fitted_constants
 from slora_ref.paper.experiments import EXPERIMENTS
 from slora_ref.paper.packed import play_packed
-from slora_ref.paper.page import page
+from slora_ref.paper.page import page, read_rows
 from slora_ref.paper.play import Row, compare, play, play_all
-from slora_ref.paper.points import FITTED_RUNS, Point, null_model
+from slora_ref.paper.points import FITTED_RUNS, FITTED_SHARDS, Point, null_model
 from slora_ref.paper.run import Run
-from slora_ref.paper.systems import config_of, policy_of, system_of
+from slora_ref.paper.systems import config_of, original_tokens, policy_of, system_of
 from slora_ref.paper.wrong import FIXED, SIMULATORS, committed, own_points, play_in
 from slora_ref.policy import AdapterClusters, EarlyAbort, OneAdapter, OriginalEarlyAbort
+from slora_ref.simulate.datasheet import GPUS, MODELS, POOL_TOKENS
+from slora_ref.simulate.roofline import token_bytes, weight_bytes
 
 SHORT = Run(setting="S2", gpu="a10g", adapters=20, rate=2.0, duration=6.0)
 
@@ -50,6 +52,7 @@ def row(metric: str, ours: float, theirs: float, fitted: bool = False, system: s
         ("fig5", 80),
         ("fig6", 27),
         ("fig7", 14),
+        ("fig8", 18),
         ("fig9", 96),
         ("fig10", 30),
         ("fig11", 40),
@@ -138,6 +141,56 @@ def test_fixed_points_come_out_as_in_the_committed_comparison(simulator: str) ->
 def test_the_committed_comparison_passes_the_right_simulator_and_fails_the_wrong_ones() -> None:
     found = committed()["simulators"]
     assert {name: entry["passes"] for name, entry in found.items()} == {name: name == "right" for name in SIMULATORS}
+
+
+# --- several GPUs ---
+
+
+def test_the_committed_rows_of_several_gpus_keep_the_bars() -> None:
+    close = shard_closeness(read_rows("fig8"))
+    assert (close.rows, close.ordered, len(close.ratios)) == (6, 6, 5) and close.passes
+    assert all(abs(ours - theirs) <= 0.1 for ours, theirs in close.ratios)
+
+
+def test_a_row_of_several_gpus_comes_out_as_committed() -> None:
+    """And the two runs that were fitted on come out as the authors': the fit is of this code."""
+    committed_rows = {row.point: row.ours for row in read_rows("fig8")}
+    for point in EXPERIMENTS["fig8"]():
+        if "S5 a100-40 gpus=2 n=10" in point.name or point.fitted:
+            throughput = play(point.run, fitted_constants()).throughput
+            assert throughput == pytest.approx(committed_rows[point.name], rel=1e-3), point.name
+            if point.fitted:
+                assert throughput == pytest.approx(point.theirs["throughput"], rel=2e-3)
+
+
+def test_one_row_of_several_gpus_was_fitted_but_for_the_base_model() -> None:
+    fitted = [point.name for point in EXPERIMENTS["fig8"]() if point.fitted]
+    assert fitted == [f"S5 a100-40 gpus=4 n=10 {name}" for name in ("slora", "no-lora-messages")]
+    assert not set(FITTED_SHARDS) & set(FITTED_RUNS)
+
+
+def test_the_bars_of_several_gpus_by_hand() -> None:
+    def rows(*triples: tuple[float, float, float]) -> list[Row]:
+        names = ("slora", "no-lora-messages", "base")
+        return [
+            replace(row("throughput", ours, theirs, system=f"n={i} {name}"))
+            for i, triple in enumerate(triples)
+            for name, ours, theirs in zip(names, triple, (0.8, 1.0, 1.5), strict=True)
+        ]
+
+    good = shard_closeness(rows((0.75, 1.0, 1.1), (0.85, 1.0, 1.1)))
+    assert good.ordered == 2 and good.worst_ratio == pytest.approx(0.05) and good.passes
+    assert not shard_closeness(rows((0.75, 1.0, 0.9))).passes, "the base model is not the fastest"
+    assert not shard_closeness(rows((0.65, 1.0, 1.1))).passes, "messages cost twice what they should"
+
+
+def test_weights_and_pool_take_of_each_gpu_what_they_took_of_one() -> None:
+    for gpu, shards, name in (("a100-40", 2, "llama-30b-m"), ("a100-80", 4, "llama-70b-m")):
+        tokens, model, known = original_tokens(name, gpu, shards), MODELS[name], MODELS["llama-13b"]
+        taken = weight_bytes(model) + tokens * token_bytes(model)
+        one = weight_bytes(known) + POOL_TOKENS["llama-13b", gpu] * token_bytes(known)
+        assert 0 <= shards * one - taken < token_bytes(model)
+        assert taken < GPUS[gpu].times(shards).memory
 
 
 def test_variants_differ_in_what_they_say_they_differ_in() -> None:

@@ -30,6 +30,7 @@ from slora_ref.policy import (
     OriginalEarlyAbort,
     Policy,
 )
+from slora_ref.simulate.collectives import Collectives
 from slora_ref.simulate.datasheet import GPUS, MODELS, POOL_TOKENS, SETTINGS
 from slora_ref.simulate.kernels import (
     MergedKernels,
@@ -56,6 +57,8 @@ CONSTANTS = Constants(
     sequence=1e-4,
     padded_layer=2e-3,
     padded_copy=1e-7,
+    collective=1e-4,
+    collective_bandwidth=1e10,
 )
 ORIGINAL = {"separate_prefill": True, "join_every": 10, "blocking_loads": True, "eviction": "eager", "prefetch": 0}
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -117,6 +120,34 @@ def test_a_prefill_step_by_hand() -> None:
     seconds = Roofline(gpu, model, CONSTANTS).seconds(shape)
     flops = 2 * parameters(model) * 2000 / 156e12
     assert seconds == pytest.approx(flops + 2000 * 2 * 2 * 32 * 4096 / 1019.5e9 + 5e-4)
+
+
+def test_a_step_on_four_gpus_by_hand() -> None:
+    """Weights, keys and adapters in four parts; 82 collectives of the base model, 160 of rank 16, the largest."""
+    gpu, model, rows = GPUS["a100-40"], MODELS["llama-13b"], 50
+    lora = [LoraRows(0, 1, 8, 1000)] * 49 + [LoraRows(1, 1, 16, 2000)]
+    shape = StepShape(rows, rows, 0, lora)
+    one = Roofline(gpu.times(4), model, CONSTANTS, OriginalKernels(model))
+    full, silent = (Collectives(model, 4, lora=sent) for sent in (True, False))
+    sent = 81 * 2 * 3 * rows * 5120 // 4 + 3 * rows * 32000 // 4
+    assert silent.seconds(shape, CONSTANTS) == pytest.approx(82e-4 + 2 * sent / 1e10)
+    more = 160e-4 + 2 * 40 * (5 * 3 * rows * 16 // 4) / 1e10
+    assert full.seconds(shape, CONSTANTS) - silent.seconds(shape, CONSTANTS) == pytest.approx(more)
+    fused = Collectives(model, 4, lora=True, gathers=1)
+    assert full.seconds(shape, CONSTANTS) - fused.seconds(shape, CONSTANTS) == pytest.approx(80e-4)
+    split = Roofline(gpu.times(4), model, CONSTANTS, OriginalKernels(model), full)
+    assert split.seconds(shape) == pytest.approx(one.seconds(shape) + full.seconds(shape, CONSTANTS))
+    alone = Roofline(gpu, model, CONSTANTS, OriginalKernels(model))
+    assert one.gpu_seconds(shape) == pytest.approx(alone.gpu_seconds(shape) / 4)
+
+
+def test_a_system_on_several_gpus_loads_faster_and_sends_messages() -> None:
+    one, two = (replace(system(adapters=6), shards=shards).build() for shards in (1, 2))
+    assert one.executor.roofline.messages is None and two.executor.roofline.gpu.flops == 2 * GPUS["a10g"].flops
+    silent = replace(system(), shards=2, lora_messages=False).build()
+    seconds = [max(record.finished_at for record in replay.play(trace())) for replay in (two, silent)]
+    assert seconds[0] > seconds[1], "messages take time"
+    assert one.prefetcher.loader._bytes_per_s * 2 == two.prefetcher.loader._bytes_per_s
 
 
 def test_an_adapter_of_the_7b_model_weighs_what_the_paper_says() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from slora_ref.paper.play import Row
 
 NEAR = 0.1
-"""An attainment is right within so much."""
+"""An attainment, or a ratio of throughputs, is right within so much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,44 @@ class Closeness:
             and self.latency.worst <= 0.30
             and self.attainment_near >= 17
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCloseness:
+    """Of fig8: what adapters and their messages cost on several GPUs.
+
+    Args:
+        ordered: rows in which the base model alone is fastest and S-LoRA slowest.
+        ratios: of the rows that nothing was fitted on: (S-LoRA / without the adapters' messages, theirs).
+    """
+
+    ordered: int
+    rows: int
+    ratios: tuple[tuple[float, float], ...]
+
+    @property
+    def worst_ratio(self) -> float:
+        """The largest difference of a ratio from theirs."""
+        return max(abs(ours - theirs) for ours, theirs in self.ratios)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the cost of messages is explained."""
+        return self.ordered == self.rows and self.worst_ratio <= NEAR
+
+
+def shard_closeness(rows: Seq[Row]) -> ShardCloseness:
+    """The statistics of fig8's rows, which are three to each place: all, without messages, base."""
+    values = {row.point: row for row in rows if row.variant == "original"}
+    places = list(dict.fromkeys(point.rpartition(" ")[0] for point in values))
+    ordered, ratios = 0, []
+    for place in places:
+        full, silent, base = (values[f"{place} {system}"] for system in ("slora", "no-lora-messages", "base"))
+        assert full.ours and silent.ours and base.ours, f"{place}: nothing was served"
+        ordered += full.ours < silent.ours < base.ours
+        if not full.fitted:
+            ratios.append((full.ours / silent.ours, full.theirs / silent.theirs))
+    return ShardCloseness(ordered=ordered, rows=len(places), ratios=tuple(ratios))
 
 
 def errors(values: Iterable[float]) -> Errors:

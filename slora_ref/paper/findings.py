@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from itertools import combinations
 from statistics import median
 
+from slora_ref.paper.bars import shard_closeness
 from slora_ref.paper.play import Row
 
 Rows = dict[str, list[Row]]
@@ -24,6 +25,7 @@ def findings(rows: Rows) -> str:
         first_adapter,
         packing,
         clustering,
+        messages,
     )
     return "\n".join(f"- {make(rows)}" for make in makers) + "\n"
 
@@ -120,3 +122,15 @@ def clustering(rows: Rows) -> str:
                 right += max(ours for ours, _ in few) > none[0]
     where = "where the authors' best of d <= 8 leads d = 32 by more than 0.15 in attainment"
     return f"Clustering matters for the SLO: {where}, it leads here at {right} of {count} points."
+
+
+def messages(rows: Rows) -> str:
+    """fig8: what the adapters' messages take of the throughput."""
+    close = shard_closeness(rows["fig8"])
+    ours, theirs = ([1 - ratio[side] for ratio in close.ratios] for side in (0, 1))
+    lost = f"{min(ours):.0%} to {max(ours):.0%} of the throughput (authors: {min(theirs):.0%} to {max(theirs):.0%}"
+    order = f"base model > without messages > S-LoRA in {close.ordered} of {close.rows} rows"
+    return (
+        f"Few bytes, much time: on several GPUs the adapters' messages take {lost}; off by {close.worst_ratio:.3f} at "
+        f"most in the {len(close.ratios)} rows that nothing was fitted on); {order}."
+    )

@@ -1,14 +1,16 @@
 """Fits the simulator's constants: `python -m slora_ref.paper.fit` writes constants.json.
 
-Six constants, on exactly five runs (points.FITTED_RUNS) and two numbers of each: the throughput, and the latency or the
-first token. A misfit of 1 % in throughput weighs as much as one of 10 % in latency, or of 30 % in the first token of
-the run with little load: there the client's and the server's HTTP count too, and are not modelled. The minimiser is
-Levenberg and Marquardt's, in the logarithms, with derivatives from differences.
+Six constants of one GPU, on exactly five runs (points.FITTED_RUNS) and two numbers of each: the throughput, and the
+latency or the first token. A misfit of 1 % in throughput weighs as much as one of 10 % in latency, or of 30 % in the
+first token of the run with little load: there the client's and the server's HTTP count too, and are not modelled. The
+minimiser is Levenberg and Marquardt's, in the logarithms, with derivatives from differences. Then two constants of the
+bmm baseline, and two of collectives between GPUs, each pair on two runs of its own.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -17,9 +19,9 @@ import numpy as np
 
 from slora_ref.metrics import Service
 from slora_ref.paper.constants import fitted_constants, how_fitted, write_constants
-from slora_ref.paper.experiments import fig5, fig6
+from slora_ref.paper.experiments import fig5, fig6, fig8
 from slora_ref.paper.play import play
-from slora_ref.paper.points import FITTED_RUNS, Point
+from slora_ref.paper.points import FITTED_RUNS, FITTED_SHARDS, Point
 from slora_ref.paper.run import Run
 from slora_ref.shapes import Array, Float
 from slora_ref.simulate.roofline import Constants
@@ -34,11 +36,15 @@ START = Constants(
     sequence=8e-5,
     padded_layer=1e-3,
     padded_copy=1e-7,
+    collective=1e-4,
+    collective_bandwidth=5e10,
 )
 WEIGHTS = {"throughput": 0.01, "latency": 0.1, "first_token": 0.3}
 STEP = 0.04
 ROUNDS = 5
 """Rounds of the minimiser; the last ones change little."""
+HALVINGS, TURNS = 12, 3
+"""Of a bisection; and of two that depend on each other."""
 
 PADDED_RUNS = {
     "padded_layer": Run(setting="S4", gpu="a100-80", adapters=1, rate=6.0, system="bmm"),
@@ -112,21 +118,57 @@ def fit_padded(constants: Constants) -> Constants:
     """The two constants of the bmm baseline, each on one of its runs, by bisection: throughput falls with both."""
     points = {replace(point.run, pool_tokens=None): point for point in fig5()}
     for name, run in PADDED_RUNS.items():
-        low, high = np.log(1e-10), np.log(1e-2)
-        for _ in range(12):
-            middle = (low + high) / 2
-            tried = replace(constants, **{name: float(np.exp(middle))})
-            faster = play(points[run].run, tried).throughput > points[run].theirs["throughput"]
-            low, high = (middle, high) if faster else (low, middle)
-        constants = replace(constants, **{name: float(np.exp((low + high) / 2))})
+        point = points[run]
+
+        def too_fast(tried: Constants, point: Point = point) -> bool:
+            return play(point.run, tried).throughput > point.theirs["throughput"]
+
+        constants = bisected(constants, name, (1e-10, 1e-2), too_fast)
     return constants
 
 
+def fit_collectives(constants: Constants) -> Constants:
+    """The two constants of tensor parallelism, in turn: the bandwidth on the throughput without the adapters' messages,
+    the latency on how much of it these messages leave.
+    """
+    theirs = {point.run: point.theirs["throughput"] for point in fig8()}
+    full, silent = FITTED_SHARDS
+
+    def too_slow(tried: Constants) -> bool:
+        return play(silent, tried).throughput < theirs[silent]
+
+    def loses_too_little(tried: Constants) -> bool:
+        return play(full, tried).throughput / play(silent, tried).throughput > theirs[full] / theirs[silent]
+
+    for _ in range(TURNS):
+        constants = bisected(constants, "collective", (1e-6, 1e-2), loses_too_little)
+        constants = bisected(constants, "collective_bandwidth", (1e9, 1e12), too_slow)
+    return constants
+
+
+def bisected(
+    constants: Constants, name: str, bounds: tuple[float, float], too_small: Callable[[Constants], bool]
+) -> Constants:
+    """One constant, between bounds, in the logarithm."""
+    low, high = np.log(bounds)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if too_small(replace(constants, **{name: float(np.exp(middle))})):
+            low = middle
+        else:
+            high = middle
+    return replace(constants, **{name: float(np.exp((low + high) / 2))})
+
+
+ONE_BY_ONE = {"--bmm": fit_padded, "--collectives": fit_collectives}
+
+
 def main() -> int:
-    """Fits and writes; with --bmm only the constants of that baseline, and the others stay."""
-    if "--bmm" in sys.argv[1:]:
-        write_constants(fit_padded(fitted_constants()), how_fitted())
-        return 0
+    """Fits and writes; with --bmm or --collectives only the constants of these, and the others stay."""
+    for option, refit in ONE_BY_ONE.items():
+        if option in sys.argv[1:]:
+            write_constants(refit(fitted_constants()), how_fitted())
+            return 0
     with ProcessPoolExecutor() as pool:
         constants, rest = fit(START, ROUNDS, pool)
     named = zip(targets(), rest.tolist(), strict=True)
@@ -135,7 +177,7 @@ def main() -> int:
         "start": asdict(START),
         "misfit": [[_name(run), metric, theirs, off * WEIGHTS[metric]] for (run, metric, theirs), off in named],
     }
-    write_constants(fit_padded(constants), about)
+    write_constants(fit_collectives(fit_padded(constants)), about)
     return 0
 
 

@@ -22,10 +22,12 @@ class Run:
         setting, gpu: keys of SETTINGS and GPUS.
         adapters: n; 0 is the base model alone.
         rate, duration, alpha, cv, prompt, output: of the trace (R, D, alpha, cv, [Il, Iu), [Ol, Ou)).
-        system: slora, or a baseline: no-unify, bmm, merge, peft, packed.
+        system: slora, or a baseline: no-unify, bmm, merge, peft, packed; or slora without a part of its work:
+            no-lora-messages.
         policy: fcfs, lcfs, abort, clusters.
         clusters: d.
         pool_tokens: where it is not the setting's own.
+        shards: GPUs that the model is split over.
         trace: synthetic, or the stand-in for the arena's.
         variant: whose options: the authors' code, their paper's text, or this engine's own.
     """
@@ -43,6 +45,7 @@ class Run:
     policy: str = "fcfs"
     clusters: int = 0
     pool_tokens: int | None = None
+    shards: int = 1
     trace: Literal["synthetic", "arena"] = "synthetic"
     variant: Variant = "original"
 

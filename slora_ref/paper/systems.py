@@ -20,7 +20,7 @@ from slora_ref.policy import (
 )
 from slora_ref.simulate.datasheet import GPUS, MODELS, PEFT_BATCH, POOL_TOKENS, SETTINGS, free_tokens
 from slora_ref.simulate.kernels import MergedKernels, PaddedKernels, SegmentKernels, TiledPrefillKernels
-from slora_ref.simulate.roofline import Constants, Kernels, weight_bytes
+from slora_ref.simulate.roofline import Constants, Kernels, token_bytes, weight_bytes
 from slora_ref.simulate.system import System, original_config
 
 BASELINE_KERNELS: dict[str, Callable[[ModelConfig], Kernels]] = {"bmm": PaddedKernels, "merge": MergedKernels}
@@ -50,10 +50,23 @@ def config_of(run: Run) -> EngineConfig:
     """The run's options. Not the authors': joining at every step, loads beside the steps, all free memory a pool."""
     setting = SETTINGS[run.setting]
     if run.variant == "original":
-        return original_config(run.pool_tokens or POOL_TOKENS[setting.model, run.gpu])
-    pool = run.pool_tokens or free_tokens(GPUS[run.gpu], MODELS[setting.model], weight_bytes(MODELS[setting.model]))
+        return original_config(run.pool_tokens or original_tokens(setting.model, run.gpu, run.shards))
+    model, gpus = MODELS[setting.model], GPUS[run.gpu].times(run.shards)
+    pool = run.pool_tokens or free_tokens(gpus, model, weight_bytes(model))
     paper = replace(original_config(pool), join_every=1, blocking_loads=False, prefetch=PREFETCH)
     return paper if run.variant == "paper" else replace(paper, separate_prefill=False, eviction="lru")
+
+
+def original_tokens(model: str, gpu: str, shards: int) -> int:
+    """The pool of the authors' runs, in tokens.
+
+    For several GPUs they are not on record: weights and pool take as much of each GPU as they took with Llama-13B.
+    """
+    if shards == 1:
+        return POOL_TOKENS[model, gpu]
+    known, split = MODELS["llama-13b"], MODELS[model]
+    taken = weight_bytes(known) + POOL_TOKENS["llama-13b", gpu] * token_bytes(known)
+    return (shards * taken - weight_bytes(split)) // token_bytes(split)
 
 
 def system_of(run: Run, constants: Constants) -> System:
@@ -67,10 +80,13 @@ def system_of(run: Run, constants: Constants) -> System:
         config=config_of(run),
         constants=constants,
         policy=policy_of(run),
+        shards=run.shards,
+        lora_messages=run.system != "no-lora-messages",
     )
     if run.variant != "original":
         kernels = TiledPrefillKernels if run.variant == "paper" else SegmentKernels
-        system = replace(system, kernels=kernels, crossings=1)
+        gathers = 1 if run.variant == "ours" else system.gathers
+        system = replace(system, kernels=kernels, crossings=1, gathers=gathers)
     if run.system in BASELINE_KERNELS:
         return replace(system, kernels=BASELINE_KERNELS[run.system])
     return system

@@ -33,6 +33,11 @@ class GPU:
     link: float
     memory: float
 
+    def times(self, count: int) -> GPU:
+        """So many of them, as one: each works on its part of a model at the same time."""
+        rates = {name: count * getattr(self, name) for name in ("bandwidth", "flops", "cache", "link", "memory")}
+        return GPU(self.name, **rates)
+
 
 GPUS = {
     gpu.name: gpu

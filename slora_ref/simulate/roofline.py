@@ -1,11 +1,12 @@
 """How long a step takes on a GPU that is not there: the roofline of its bytes and its FLOPs, and the host beside it.
 
-    seconds = max(launch, GPU) + t_sequence x sequences
+    seconds = max(launch, GPU) + t_sequence x sequences + collectives
     launch  = layers x (t_layer + t_lora where adapters are served)
     GPU     = max(weight bytes / bandwidth, FLOPs / peak) + key and value bytes / bandwidth + LoRA
 
 with all rates at a fitted part of the data sheet's. The same form for prefill and decode, for every GPU and model. A
-Kernels object says what LoRA costs, since that is where the systems differ. It knows shapes, no requests.
+Kernels object says what LoRA costs, since that is where the systems differ, and a Messages object what shards send, if
+there are several. It knows shapes, no requests.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Constants:
         sequence: seconds of host work a sequence of the step.
         padded_layer: of the bmm baseline alone: seconds more a layer where adapters are served.
         padded_copy: of the bmm baseline alone: seconds a sequence, layer and unit of hidden size that padding takes.
+        collective, collective_bandwidth: of tensor parallelism alone: seconds a collective, and bytes a second of what
+            a shard sends in it.
     """
 
     bandwidth: float
@@ -39,11 +42,13 @@ class Constants:
     sequence: float
     padded_layer: float
     padded_copy: float
+    collective: float
+    collective_bandwidth: float
 
     def __post_init__(self) -> None:
         """Nothing is faster than its data sheet, and nothing takes negative time."""
         assert all(0 < part <= 1 for part in (self.bandwidth, self.flops, self.lora_reads)), self
-        assert min(self.layer, self.lora_layer, self.sequence) >= 0, self
+        assert min(self.layer, self.lora_layer, self.sequence, self.collective) >= 0, self
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +97,42 @@ class Kernels(Protocol):
         ...
 
 
+class Messages(Protocol):
+    """What shards send each other in a step."""
+
+    def seconds(self, shape: StepShape, constants: Constants) -> float:
+        """Seconds that it takes."""
+        ...
+
+
 class Roofline:
-    """Times of one model on one GPU.
+    """Times of one model on one GPU, or on several that share the work evenly.
 
     Args:
+        gpu: several of them are one with the rates of all.
         kernels: what adapters cost; None: only the base model is served.
+        messages: between the shards, if there are several.
     """
 
-    def __init__(self, gpu: GPU, model: ModelConfig, constants: Constants, kernels: Kernels | None = None) -> None:
-        self.gpu, self.model, self.constants, self.kernels = gpu, model, constants, kernels
+    def __init__(
+        self,
+        gpu: GPU,
+        model: ModelConfig,
+        constants: Constants,
+        kernels: Kernels | None = None,
+        messages: Messages | None = None,
+    ) -> None:
+        self.gpu, self.model, self.constants, self.kernels, self.messages = gpu, model, constants, kernels, messages
         self.weights = parameters(model)
-        self.token_bytes = 2 * FP16 * model.num_layers * model.kv_width
+        self.token_bytes = token_bytes(model)
 
     def seconds(self, shape: StepShape) -> float:
         """How long a step takes."""
         launch = self.model.num_layers * self.constants.layer
         if self.kernels is not None:
             launch += self.kernels.host_seconds(shape, self.constants)
-        return max(launch, self.gpu_seconds(shape)) + self.constants.sequence * shape.sequences
+        seconds = max(launch, self.gpu_seconds(shape)) + self.constants.sequence * shape.sequences
+        return seconds if self.messages is None else seconds + self.messages.seconds(shape, self.constants)
 
     def gpu_seconds(self, shape: StepShape) -> float:
         """How long the GPU works on it."""
@@ -124,6 +147,11 @@ class Roofline:
 def weight_bytes(model: ModelConfig) -> int:
     """Bytes of the model in device memory, in fp16: what a step reads, and the embedding."""
     return FP16 * (parameters(model) + model.vocab_size * model.hidden_size)
+
+
+def token_bytes(model: ModelConfig) -> int:
+    """Bytes of a token's keys and values, in fp16."""
+    return 2 * FP16 * model.num_layers * model.kv_width
 
 
 def parameters(model: ModelConfig) -> int:

@@ -15,6 +15,7 @@ from slora_ref.pager import PageLayout, PagePool
 from slora_ref.policy import FCFS, Policy
 from slora_ref.prefetch import Prefetcher
 from slora_ref.scheduler import Scheduler
+from slora_ref.simulate.collectives import Collectives
 from slora_ref.simulate.datasheet import GPU, LINK_BYTES_PER_S, LOAD_SECONDS, MOST_RUNNING, prefill_tokens
 from slora_ref.simulate.executor import RooflineExecutor
 from slora_ref.simulate.kernels import OriginalKernels
@@ -51,6 +52,9 @@ class System:
         kernels: makes what says what adapters cost in a step.
         adapters_in_pool: whether adapters take pages of the pool.
         crossings: how often an adapter's bytes cross the link in a load; the original's do twice.
+        shards: GPUs that the model is split over, each with a part of every page.
+        lora_messages: whether shards send each other the adapters' intermediates.
+        gathers: collectives for those of q, k and v.
     """
 
     gpu: GPU
@@ -63,6 +67,9 @@ class System:
     kernels: Callable[[ModelConfig], Kernels] = OriginalKernels
     adapters_in_pool: bool = True
     crossings: int = 2
+    shards: int = 1
+    lora_messages: bool = True
+    gathers: int = 3
 
     def build(self) -> Replay:
         """The parts, put together."""
@@ -75,9 +82,12 @@ class System:
         store = ShapeStore(self.model, layout, self.adapters_in_pool)
         for number in range(self.adapters):
             store.register(self.ranks[number % len(self.ranks)])
-        loader = LinkLoader(clock, store, LINK_BYTES_PER_S / self.crossings, LOAD_SECONDS)
+        loader = LinkLoader(clock, store, self.shards * LINK_BYTES_PER_S / self.crossings, LOAD_SECONDS)
         prefetcher = Prefetcher(pool, store, loader, config.eviction, config.prefetch)
         scheduler = Scheduler(pool, prefetcher, self.policy(), config)
         kernels = self.kernels(self.model) if self.adapters else None
-        executor = RooflineExecutor(Roofline(self.gpu, self.model, self.constants, kernels), pool, clock)
+        messages = Collectives(self.model, self.shards, self.lora_messages, self.gathers) if self.shards > 1 else None
+        gpus = self.gpu.times(self.shards)
+        roofline = Roofline(gpus, self.model, self.constants, kernels, messages)
+        executor = RooflineExecutor(roofline, pool, clock)
         return Replay(scheduler, prefetcher, executor, clock, self.model, store)
