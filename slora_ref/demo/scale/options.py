@@ -36,7 +36,7 @@ class ScaleOptions:
         dtype: of weights, activations and pool.
         pool_pages: pages of the pool; None: all memory that is left.
         memory_fraction: of the GPU's memory, see EngineConfig.
-        checked: answers that are checked against dense merged weights.
+        checked: answers that are checked against dense merged weights, all where there are fewer.
         lengths: [low, high) of prompts, and of answers, in tokens; less where the model has not twice as many.
         device: where the model runs; anything but "cuda" is for tests.
     """
@@ -59,7 +59,7 @@ class ScaleOptions:
         """Raises ConfigError with the value and the limits."""
         for name in ("adapters", "distinct", "requests"):
             check_whole(ConfigError, name, getattr(self, name), 1, MOST)
-        check_whole(ConfigError, "checked", self.checked, 0, self.requests)
+        check_whole(ConfigError, "checked", self.checked, 0, MOST)
         check_whole(ConfigError, "seed", self.seed, 0, (1 << 32) - 1)
         if self.model not in PRESETS and not Path(self.model).is_dir():
             raise ConfigError(f"--model {self.model!r:.80} is no folder; a shape can be {', '.join(PRESETS)}")

@@ -73,7 +73,7 @@ def run_scale_demo(
         seconds = time.perf_counter() - started
         engine.check()
         report = summarize(engine, options, completions, watch, seconds, clock.parts, cached)
-        say(f"served {len(completions):,} requests in {seconds:.1f} s; checking {options.checked} of the answers")
+        say(f"served {len(completions):,} requests in {seconds:.1f} s; checking a sample of the answers")
         checked = check_sample(engine, _sample(completions, options))
         engine.check()
         return report.with_checks(checked)
@@ -123,5 +123,5 @@ def _first_token(engine: Engine, ask: Ask) -> None:
 
 def _sample(completions: list[Completion], options: ScaleOptions) -> list[Completion]:
     """So many answers, evenly spread over the requests."""
-    places = np.linspace(0, len(completions) - 1, options.checked).astype(int).tolist()
+    places = np.linspace(0, len(completions) - 1, min(options.checked, len(completions))).astype(int).tolist()
     return [completions[place] for place in places]
