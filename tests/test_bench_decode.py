@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,8 @@ from slora_ref.bench.decode.run import line, measure
 from slora_ref.checkpoint import load_checkpoint
 from slora_ref.config.presets import PRESETS, parameters, preset
 from slora_ref.errors import ConfigError
-from slora_ref.ops.tape import Tape
+from slora_ref.ops.host_ops import HostOps
+from slora_ref.ops.tape import Replayed
 from slora_ref.reference import Reference
 from slora_ref.synthetic import AdapterKind, write_adapters
 
@@ -62,7 +61,11 @@ def test_cases_are_all_batches_with_all_adapters_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batches": ()}, {"batches": (0,)}, {"adapters": (-1,)}, {"output": 1}, {"model": "gpt"}, {"shards": 3}]
+    "wrong",
+    [
+        *({"batches": ()}, {"batches": (0,)}, {"adapters": (-1,)}, {"output": 1}),
+        *({"model": "gpt"}, {"shards": 3}, {"modes": ()}, {"modes": ("fast",)}),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -98,27 +101,25 @@ def test_a_disk_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Replayed:
-    """In a graph's place: runs the work, and counts it."""
+class Counted(Replayed):
+    """Counts the graphs that are timed, in the place of milliseconds."""
 
     parts: list[set[str]] = []  # noqa: RUF012
 
-    def __init__(self, ops: Any, tape: Tape) -> None:
-        self.parts.append({part for part, _ in tape.work})
-        tape.replay()
-
     def milliseconds(self) -> float:
+        super().milliseconds()
+        self.parts.append({part for part, _ in self.tape.work})
         return float(len(self.parts))
 
 
 def test_a_case_is_served_and_its_parts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "slora_ref.ops.cuda_graph", SimpleNamespace(CudaGraph=Replayed))
+    monkeypatch.setattr(HostOps, "graph", lambda _, tape: Counted(tape))
     engine = new_engine(on="host", poison=False)
     for name, path in enumerate(write_adapters(tmp_path, CONFIG, AdapterKind(), 2, seed=0)):
         engine.add_adapter(str(name), path)
     options = replace(DecodeOptions(), batches=(3,), prompt=6, output=6)
     row = measure(engine, DecodeCase(CONFIG, 3, 2, AdapterKind(), 9), options, 1.0)
-    assert Replayed.parts == [{"gemm"}, {"lora"}, {"attention"}, {"gemm", "lora", "attention", "rest"}]
+    assert Counted.parts == [{"gemm"}, {"lora"}, {"attention"}, {"gemm", "lora", "attention", "rest"}]
     assert (row["gemm_ms"], row["lora_ms"], row["attention_ms"], row["kernels_ms"]) == (1, 2, 3, 4)
     assert row["step_ms"] == pytest.approx(6 + row["rest_ms"])
     promised = """model dtype batch adapters rank context shards mode step_ms floor_ms gemm_ms lora_ms attention_ms

@@ -90,7 +90,8 @@ def test_a_life_of_many_steps_ends_with_the_pages_of_the_start(on: str) -> None:
 
 
 class Fresh:
-    """Beside an executor that keeps its launches, one that never does, on the same model: compared in every step."""
+    """Beside an executor that keeps its launches, those of decode as graphs, one that never does, on the same model:
+    compared in every step."""
 
     def __init__(self, kept: KernelExecutor) -> None:
         self.kept = kept
@@ -110,8 +111,9 @@ class Fresh:
 def test_launches_that_are_repeated_give_the_bits_of_fresh_ones(on: str) -> None:
     engine = new_engine(EACH, on=on, max_batched_tokens=48)
     engine.executor = both = Fresh(engine.executor)
-    serve(engine, keep_logits=True, max_tokens=4)
-    assert not both.fresh.tapes and 1 < len(both.kept.tapes) < both.steps
+    serve(engine, keep_logits=True, max_tokens=7)
+    assert not both.fresh.kept.tapes and not both.fresh.kept.graphs
+    assert 1 < len(both.kept.kept.tapes) < both.steps and both.kept.kept.graphs
 
 
 @pytest.mark.parametrize(("on", "dtype"), [("host", "float32"), pytest.param("cuda", "float16", marks=pytest.mark.gpu)])

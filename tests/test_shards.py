@@ -104,9 +104,9 @@ def test_only_what_some_adapter_changes_is_sent(monkeypatch: pytest.MonkeyPatch)
     engine = kernel_engine(monkeypatch, ["qv"], shards=2)
     number = engine.add_request([5, 6, 7], PARAMS, "qv")
     assert_right(run_to_end(engine)[number], "qv", PARAMS)
-    parts = [part for part, _ in engine.executor._executor.last_layers.work]
+    parts = [part for tape in engine.executor._executor.last for part, _ in tape.work]
     assert parts.count("lora_communication") == CONFIG.num_layers
-    assert parts.count("communication") == 1 + 2 * CONFIG.num_layers  # embedding, o, down
+    assert parts.count("communication") == 3 + 2 * CONFIG.num_layers  # embedding, o, down; logits, and their order
 
 
 def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.Monkey
     done = run_to_end(engine)
     for number, name in ids.items():
         assert_right(done[number], name, PARAMS)
-    assert engine.executor._executor.tapes, "launches were kept"
+    assert engine.executor._executor.kept.graphs, "launches were kept"
     replays: list[Tape] = []
-    graph = SimpleNamespace(CudaGraph=lambda _, tape: SimpleNamespace(milliseconds=lambda: replays.append(tape) or 1.5))
-    monkeypatch.setitem(sys.modules, "slora_ref.ops.cuda_graph", graph)
+    timed = lambda _, tape: SimpleNamespace(milliseconds=lambda: replays.append(tape) or 1.5)  # noqa: E731
+    monkeypatch.setattr(HostOps, "graph", timed)
     assert engine.executor.milliseconds(("communication", "lora_communication")) == 1.5
     again = engine.add_request([5, 6, 7], PARAMS, "x")
     assert_right(run_to_end(engine)[again], "x", PARAMS)

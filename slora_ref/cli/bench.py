@@ -46,6 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     decode.add_argument("--output", type=int, default=defaults.output, help=f"tokens of each answer {default}")
     decode.add_argument("--shards", type=int, default=defaults.shards, help=f"GPUs of this host {default}")
     decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
+    decode.add_argument("--mode", type=words, default=defaults.modes, metavar="LIST", help="graph, eager or both")
 
 
 def _add(
@@ -81,6 +82,7 @@ def _decode(args: argparse.Namespace) -> Measure:
         output=args.output,
         dtype=args.dtype,
         shards=args.shards,
+        modes=args.mode,
     )
     return partial(bench_decode, options=options)
 

@@ -50,6 +50,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: launch kernels one by one")
     add_shard_options(parser)
     parser.add_argument(
         "--save-logits", type=Path, metavar="FILE.npz", help="save `logits`, float32 [prompt positions, vocab]"
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
     if args.save_logits is not None and not args.save_logits.parent.is_dir():
         raise RequestError(f"--save-logits {args.save_logits}: there is no folder {args.save_logits.parent}")
-    how = EngineConfig(device=args.device, shards=args.shards, communicator=args.communicator, max_running=1)
+    where = {name: getattr(args, name) for name in ("device", "shards", "communicator", "enforce_eager")}
+    how = EngineConfig(max_running=1, **where)
     engine = Engine.from_pretrained(model_folder(args.model), how)
     adapter = _register(engine, args)
     done = _stream(engine, prompt, params, adapter, quiet=args.json)

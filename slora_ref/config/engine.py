@@ -38,6 +38,8 @@ class EngineConfig:
         max_batched_tokens: most rows in a step.
         max_length: longest prompt + output in tokens; None: the model's max_position_embeddings.
         max_adapters: most adapters resident at once (slots of the table); the pages are the other limit.
+        enforce_eager: start a decode step's launches one by one; else, on a GPU, they are captured as CUDA graphs and
+            started by one call (vLLM's name).
         admission: "max_tokens" reserves the peak that the running requests can reach and never preempts; "expected"
             assumes the mean finished length and preempts the newest sequence when the pool is full.
         chunked_prefill: cut long prompts so that running sequences keep decoding.
@@ -68,6 +70,7 @@ class EngineConfig:
     max_batched_tokens: int = 512
     max_length: int | None = None
     max_adapters: int = 1024
+    enforce_eager: bool = False
     admission: Literal["max_tokens", "expected"] = "max_tokens"
     chunked_prefill: bool = True
     separate_prefill: bool = False
@@ -101,7 +104,8 @@ class EngineConfig:
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
-        for name in ("chunked_prefill", "separate_prefill", "blocking_loads", "poison", "share_host_copies"):
+        switches = "enforce_eager chunked_prefill separate_prefill blocking_loads poison share_host_copies"
+        for name in switches.split():
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)
         check_whole(ConfigError, "prefetch", self.prefetch, 0, MOST_SLOTS)

@@ -150,7 +150,7 @@ class KernelDevice(CpuDevice):
     def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """Model and sampler by kernels; loads beside the steps."""
         tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
-        executor = KernelExecutor(model, self._ops, tables, config.max_batched_tokens)
+        executor = self._executor(model, tables, config)
         writer = PageWriter(pool, self._ops, tables)
         return executor, DeviceLoader(pool, store, writer, at_once=config.loading == "inline")
 
@@ -161,8 +161,12 @@ class KernelDevice(CpuDevice):
     def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
         """The model by kernels."""
         tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
-        executor = KernelExecutor(model, self._ops, tables, config.max_batched_tokens)
-        return executor, DeviceWriter(pool, self._ops, tables)
+        return self._executor(model, tables, config), DeviceWriter(pool, self._ops, tables)
+
+    def _executor(self, model: LlamaModel, tables: DeviceTables, config: EngineConfig) -> KernelExecutor:
+        """What runs the model's steps."""
+        capture = not config.enforce_eager
+        return KernelExecutor(model, self._ops, tables, config.max_batched_tokens, capture=capture)
 
 
 class CudaDevice(KernelDevice):

@@ -1,18 +1,18 @@
 """KernelExecutor: a step by kernels, from one copy to the device to one small copy back.
 
-The launches of the layers are kept for each bucket of rows and repeated (ops/tape.py): preparing them costs more than a
-GPU needs to run them. It knows batches and sampling, but no requests, and no backend in particular.
+Its launches are kept and repeated, those of decode steps as graphs (executor/kept.py). It knows batches and sampling,
+but no requests, and no backend in particular.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
 
 from slora_ref.batch import Batch
 from slora_ref.config import TARGETS
+from slora_ref.executor.kept import Kept, KeptSteps
 from slora_ref.executor.result import StepResult
 from slora_ref.executor.staging import Staged, Staging
 from slora_ref.model import LlamaModel
@@ -23,7 +23,7 @@ from slora_ref.ops.tape import Tape
 from slora_ref.sampler import Sampling, likeliest
 from slora_ref.shapes import Array, Float, Int
 
-MOST_TAPES = 128  # of the shapes used last; one of a 7B model takes about a megabyte of host memory
+LogitsAndTokens = tuple[Float[Array, "logits vocab"], Int[Array, "two logits"]]
 
 
 class KernelExecutor:
@@ -34,77 +34,73 @@ class KernelExecutor:
         ops: the backend of the model.
         tables: of the model's pool.
         most_rows: of a step.
-        keep: whether launches are kept and repeated; False: each step prepares its own.
+        keep, capture: see KeptSteps.
     """
 
     def __init__(
-        self, model: LlamaModel, ops: KernelOps, tables: DeviceTables, most_rows: int, keep: bool = True
+        self,
+        model: LlamaModel,
+        ops: KernelOps,
+        tables: DeviceTables,
+        most_rows: int,
+        keep: bool = True,
+        capture: bool = True,
     ) -> None:
-        self.model, self.ops, self.tables, self.keep = model, ops, tables, keep
-        self.staging = Staging(ops, most_rows)
-        self.last_layers = self.last_logits = Tape()  # the launches of the last step, for measurements
-        self.tapes: OrderedDict[object, tuple[Tape, Array]] = OrderedDict()
+        self.model, self.ops, self.tables = model, ops, tables
+        self.staging, self.kept = Staging(ops, most_rows), KeptSteps(ops, keep, capture)
+        self.last: tuple[Tape, ...] = ()  # the launches of the last step, for measurements
         self._tokens = ops.staging((2 * self.staging.most_logits,), np.int32)
 
     def run(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step. A row that overflows gives non-finite logits, for that row alone."""
         staged = self._stage(batch, sampling)
-        hidden = self._hidden(staged)
         if not len(batch.logit_rows):
+            self._layers(staged)
             return StepResult(np.zeros(0, np.int64), np.zeros(0, np.bool_), None)
-        logits = self._logits(hidden, staged)
-        tokens, finite = self._sample(logits, staged, draws=bool((sampling.temperature > 0).any()))
+        logits, samples = self._compute(staged)
+        tokens, finite = self._read(samples)
         kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
         return StepResult(tokens[batch.sampled].astype(np.int64), finite[batch.sampled].astype(np.bool_), kept)
 
     def follow(self, batch: Batch) -> None:
         """Computes a step on a shard that does not lead: the tokens are not its business."""
         staged = self._stage(batch, likeliest(len(batch.sampled)))
-        hidden = self._hidden(staged)
         if len(batch.logit_rows):
-            self._logits(hidden, staged)
-
-    def _logits(self, hidden: Float[Array, "rows hidden"], staged: Staged) -> Float[Array, "logits vocab"]:
-        with self.ops.recording() as self.last_logits:
-            return self.model.logits(hidden, staged.arrays.logit_rows)
+            self._compute(staged)
+        else:
+            self._layers(staged)
 
     def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
         own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
+        self.kept.valid_for(self.tables.shape)
         return self.staging.stage(own, sampling)
 
-    def _sample(
-        self, logits: Float[Array, "logits vocab"], staged: Staged, draws: bool
-    ) -> tuple[Int[Array, " logits"], Int[Array, " logits"]]:
-        """The likeliest tokens, some replaced by drawn ones; comes back when the step has ended."""
-        arrays, ops = staged.arrays, self.ops
-        both = ops.empty("samples", (2, staged.logits), np.int32)
-        ops.argmax(logits, both)
-        if draws:
-            how = (arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.seeds, arrays.places)
-            ops.sample(both[0], logits, *how)
-        host = self._tokens[: 2 * staged.logits].reshape(2, staged.logits)
-        ops.download(host, both)
-        return host[0], host[1]
+    def _read(self, samples: Int[Array, "two logits"]) -> Int[Array, "two logits"]:
+        """The tokens and whether their logits are finite, in host memory; comes back when the step has ended."""
+        host = self._tokens[: samples.size].reshape(samples.shape)
+        self.ops.download(host, samples)
+        return host
 
-    def _hidden(self, staged: Staged) -> Float[Array, "rows hidden"]:
-        """The rows after the last layer: by the launches of the last step of this shape, if there was one."""
-        lora, attention = staged.lora, staged.attention
-        flags = (lora.kernels, attention.single, attention.shared)
-        key = (staged.rows, flags, self.tables.shape)
-        if key in self.tapes:
-            self.tapes.move_to_end(key)
-            tape, hidden = self.tapes[key]
-            tape.replay()
-            self.last_layers = tape
-            return hidden
-        with self.ops.recording() as tape:
-            hidden = self._launch_layers(staged, self.tables.targets)
-        self.last_layers = tape
-        if self.keep:
-            self.tapes[key] = tape, hidden
-            if len(self.tapes) > MOST_TAPES:
-                self.tapes.popitem(last=False)
-        return hidden
+    # --- what the device does ---
+
+    def _compute(self, staged: Staged) -> LogitsAndTokens:
+        """The whole step; from its second time on as one graph, if it is nothing but decode."""
+        if not staged.attention.shared:
+            whole = self.kept.do_at_once(staged.layers_shape, staged.logits)
+            if whole is not None:
+                self.last = (whole.tape,)
+                result: LogitsAndTokens = whole.result
+                return result
+        layers = self._layers(staged)
+        chosen = self.kept.do(staged.logits, lambda: self._launch_logits(layers.result, staged), after=layers)
+        self.last = (layers.tape, chosen.tape)
+        return chosen.result
+
+    def _layers(self, staged: Staged) -> Kept[Float[Array, "rows hidden"]]:
+        """The step up to the last layer."""
+        layers = self.kept.do(staged.layers_shape, lambda: self._launch_layers(staged, self.tables.targets))
+        self.last = (layers.tape,)
+        return layers
 
     def _launch_layers(self, staged: Staged, targets: frozenset[int]) -> Float[Array, "rows hidden"]:
         """Enters the step's pages, looks its adapters up, and runs the layers."""
@@ -122,13 +118,26 @@ class KernelExecutor:
         rows = (arrays.token_ids, arrays.positions, arrays.k_pages, arrays.v_pages)
         return self.model.hidden(Batch(*rows, segments, spans, arrays.logit_rows, arrays.logit_rows))
 
+    def _launch_logits(self, hidden: Float[Array, "rows hidden"], staged: Staged) -> LogitsAndTokens:
+        """The logits, the likeliest tokens, and drawn ones in the place of some: none, where no temperature is set."""
+        arrays, ops = staged.arrays, self.ops
+        logits = self.model.logits(hidden, arrays.logit_rows)
+        both = ops.empty("samples", (2, staged.logits), np.int32)
+        ops.argmax(logits, both)
+        how = (arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.seeds, arrays.places)
+        ops.sample(both[0], logits, *how)
+        return logits, both
+
     # --- before the first step ---
 
     def warm_up(self) -> None:
-        """Runs steps of nothing but padding, so that all is compiled and all memory that a step takes is taken."""
+        """Runs steps of nothing but padding, so that all is compiled and all memory that a step takes is taken.
+
+        The largest comes first: memory that grew would be held twice, by the launches that were made before.
+        """
         none = np.zeros(0, np.int64)
         nobody = likeliest(0)
-        for rows in sorted({1, min(64, self.staging.most), self.staging.most}):
+        for rows in sorted({1, min(64, self.staging.most), self.staging.most}, reverse=True):
             segments = Segments(none, none, none)
             padding = np.full(rows, -1)
             batch = Batch(padding + 1, padding + 1, padding, padding, segments, Spans(*[none] * 4), padding + 1, none)
@@ -138,5 +147,4 @@ class KernelExecutor:
                 lora=replace(staged.lora, kernels=("mbgmv", "mbgmm", *(("lora",) if self.ops.together else ()))),
                 attention=replace(staged.attention, single=True, shared=True),
             )
-            hidden = self._launch_layers(staged, frozenset(range(len(TARGETS))))
-            self._sample(self.model.logits(hidden, staged.arrays.logit_rows), staged, draws=True)
+            self._launch_logits(self._launch_layers(staged, frozenset(range(len(TARGETS)))), staged)

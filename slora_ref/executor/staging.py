@@ -86,6 +86,11 @@ class Staged:
     segments: Segments
     spans: Spans
 
+    @property
+    def layers_shape(self) -> tuple[object, ...]:
+        """What the launches of the layers depend on: rows, and which kernels have anything to do; no adapter's name."""
+        return self.rows, self.lora.kernels, self.attention.single, self.attention.shared
+
 
 class Staging:
     """One buffer in host memory and one on the device.

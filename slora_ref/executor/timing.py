@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection
 
 from slora_ref.executor.kernel_executor import KernelExecutor
@@ -14,9 +13,6 @@ def milliseconds(executor: KernelExecutor, parts: Collection[Part] = ()) -> floa
 
     Where a part is communication, all shards must ask at the same time.
     """
-    whole = Tape([*executor.last_layers.work, *executor.last_logits.work])
+    whole = Tape([work for tape in executor.last for work in tape.work])
     tape = whole.only(*parts) if parts else whole
-    if not tape.work:
-        return 0.0
-    graph = importlib.import_module("slora_ref.ops.cuda_graph").CudaGraph(executor.ops, tape)
-    return float(graph.milliseconds())
+    return executor.ops.graph(tape).milliseconds() if tape.work else 0.0

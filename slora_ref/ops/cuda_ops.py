@@ -17,11 +17,12 @@ import numpy as np
 
 from slora_ref.ops import row_arguments
 from slora_ref.ops.cuda_blas import Cublas
+from slora_ref.ops.cuda_graph import CudaGraph
 from slora_ref.ops.cuda_kernels import CudaKernels, is_pinned
 from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
-from slora_ref.ops.tape import Work
+from slora_ref.ops.tape import Tape, Work
 from slora_ref.shapes import Array, Float
 
 
@@ -75,6 +76,10 @@ class CudaOps(KernelOps):
     def prepare(self, launch: Launch) -> Work:
         """Starts a kernel on the stream that is current now, and returns at once."""
         return self.kernels.prepare(launch)
+
+    def graph(self, tape: Tape) -> CudaGraph:
+        """A CUDA graph on this backend's stream."""
+        return CudaGraph(self.stream, tape)
 
     # --- memory ---
 

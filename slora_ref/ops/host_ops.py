@@ -16,7 +16,7 @@ from slora_ref.ops.host_kernels import HostKernels
 from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
-from slora_ref.ops.tape import Work
+from slora_ref.ops.tape import Replayed, Tape, Work
 from slora_ref.shapes import Array, Float
 
 
@@ -64,6 +64,10 @@ class HostOps(KernelOps):
     def prepare(self, launch: Launch) -> Work:
         """Runs a kernel to its end."""
         return partial(self.kernels.run, launch, self.order, self.seed)
+
+    def graph(self, tape: Tape) -> Replayed:
+        """The tape itself."""
+        return Replayed(tape)
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array, filled with 0xFF bytes: NaN, so that a number that no kernel wrote shows."""

@@ -17,7 +17,7 @@ from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
 from slora_ref.ops.rungs import fastest, make_launch, operation_of
 from slora_ref.ops.tables import Segments, Spans
-from slora_ref.ops.tape import Part, Tape, Work, part_of
+from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
 from slora_ref.shapes import Array
 
 
@@ -111,6 +111,10 @@ class KernelBackend(ABC):
         Raises:
             KernelError: an argument does not fit; the message names it.
         """
+
+    @abstractmethod
+    def graph(self, tape: Tape) -> Graph:
+        """The work of a tape that has run before, to be started by one call."""
 
     @abstractmethod
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -1,12 +1,13 @@
-"""Tape: the launches of a step, kept to be repeated without preparing them again.
+"""Tape: the launches of a step, kept to be repeated without preparing them again; Graph: all of them by one call.
 
 Checking and packing a launch's arguments takes Python ten times as long as starting it. All arrays of a step lie where
 they lay before, so what differs between two steps of one shape is only the numbers in them: the same launches serve
-both, and could be captured in a CUDA graph as they are. It knows no kernels.
+both, and are captured in a CUDA graph as they are. It knows no kernels.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,3 +37,41 @@ class Tape:
     def only(self, *parts: Part) -> Tape:
         """The work of some parts, for a measurement: its results mean nothing."""
         return Tape([(part, work) for part, work in self.work if part in parts])
+
+
+class Graph(ABC):
+    """A tape's work as one piece.
+
+    Attributes:
+        tape: the work, kept: its launches hold the arrays that they read and write.
+    """
+
+    tape: Tape
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Starts it all, in the order of what is started; never waits."""
+
+    @abstractmethod
+    def milliseconds(self) -> float:
+        """Median time of one run, without the host's part."""
+
+
+class Replayed(Graph):
+    """A graph where there is none: does the work piece by piece.
+
+    Args:
+        tape: the work.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def launch(self) -> None:
+        """Does it."""
+        self.tape.replay()
+
+    def milliseconds(self) -> float:
+        """Not measured: the host build is no model of a device's speed."""
+        self.tape.replay()
+        return 0.0

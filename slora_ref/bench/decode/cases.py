@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from slora_ref.config import ModelConfig
 from slora_ref.config.presets import parameters, preset
 from slora_ref.errors import ConfigError
-from slora_ref.options import MOST, check_whole
+from slora_ref.options import MOST, check_choice, check_whole
 from slora_ref.synthetic import AdapterKind
 from slora_ref.tp.split import all_reduce_elements, check_split
 
 BYTES_PER_S = 4.05e12  # an H200's measured copy rate, as in the figures that the rows are compared with
 LINK_BYTES_PER_S = 4.5e11  # NVLink 4 in each direction, the vendor's figure
 HALF = 2  # bytes of a number
+MODES = ("graph", "eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class DecodeOptions:
         prompt, output: tokens of every request; parts are timed in the middle of the output.
         dtype: of weights, activations and pool.
         shards: GPUs that the model is split over.
+        modes: "graph", as the engine decodes unless told otherwise, or "eager": see EngineConfig.enforce_eager.
     """
 
     model: str = "llama-7b"
@@ -38,6 +40,7 @@ class DecodeOptions:
     output: int = 128
     dtype: str = "float16"
     shards: int = 1
+    modes: tuple[str, ...] = ("graph",)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what cannot be measured."""
@@ -48,6 +51,10 @@ class DecodeOptions:
                 raise ConfigError(f"{name} is empty; give at least one number")
             for value in values:
                 check_whole(ConfigError, name, value, least, 512)
+        if not self.modes:
+            raise ConfigError(f"mode is empty; give at least one of {', '.join(MODES)}")
+        for mode in self.modes:
+            check_choice(ConfigError, "mode", mode, MODES)
         for name in ("prompt", "output"):
             check_whole(ConfigError, name, getattr(self, name), 2, MOST)
         if min(self.adapters) > max(self.batches):

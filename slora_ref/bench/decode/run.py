@@ -6,6 +6,7 @@ are without the host's time; `rest_ms` is what the step takes beyond them: small
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slora_ref.bench.decode.cases import DecodeCase, DecodeOptions
+from slora_ref.bench.decode.cases import MODES, DecodeCase, DecodeOptions
 from slora_ref.bench.machine import matmul_tflops
 from slora_ref.config import EngineConfig
 from slora_ref.config.presets import preset
@@ -36,17 +37,36 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "communication": ("communication", "lora_communication"),
     "lora_communication": ("lora_communication",),
 }
-HEAD = f"{'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} {'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
+HEAD = f"{'mode':>5} {'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} "
+HEAD += f"{'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
 
 
 def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
-    """Every case of the options.
+    """Every case of the options, in every mode.
 
     Raises:
         ConfigError: there is no GPU, or the model does not fit.
     """
     config, rows = preset(options.model), []
-    engine = Engine.from_config(
+    with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
+        sets = write_adapters(Path(folder), config, options.kind, DISTINCT, seed=0)
+        for mode in options.modes:
+            engine = _open(options, mode)
+            tflops = matmul_tflops()
+            for name in range(max(options.adapters)):
+                engine.add_adapter(str(name), sets[name % DISTINCT])
+            say(HEAD)
+            for case in options.cases():
+                rows.append(measure(engine, case, options, tflops, mode))
+                say(line(rows[-1]))
+            del engine
+            gc.collect()  # its pool took all of the GPU's memory
+    return rows
+
+
+def _open(options: DecodeOptions, mode: str) -> Engine:
+    config = preset(options.model)
+    return Engine.from_config(
         config,
         EngineConfig(
             device="cuda",
@@ -57,22 +77,15 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
             max_length=options.prompt + options.output,
             max_adapters=512,
             host_bytes=max(1 << 20, 2 * options.kind.folder_bytes(config, DISTINCT)),
+            enforce_eager=mode == "eager",
         ),
     )
-    tflops = matmul_tflops()
-    with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
-        sets = write_adapters(Path(folder), config, options.kind, DISTINCT, seed=0)
-        for name in range(max(options.adapters)):
-            engine.add_adapter(str(name), sets[name % DISTINCT])
-        say(HEAD)
-        for case in options.cases():
-            rows.append(measure(engine, case, options, tflops))
-            say(line(rows[-1]))
-    return rows
 
 
-def measure(engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float) -> dict[str, Any]:
-    """Serves one batch to the end."""
+def measure(
+    engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float, mode: str = MODES[0]
+) -> dict[str, Any]:
+    """Serves one batch to the end; `mode` is the engine's."""
     params = SamplingParams(max_tokens=options.output, ignore_eos=True)
     vocab = case.config.vocab_size
     for i in range(case.batch):
@@ -99,7 +112,7 @@ def measure(engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: fl
         "targets": list(case.kind.targets),
         "context": case.context,
         "shards": options.shards,
-        "mode": "eager",
+        "mode": mode,
         "step_ms": step,
         "floor_ms": case.floor_ms(tflops),
         "gemm_ms": gemm,
@@ -125,4 +138,4 @@ def _parts(engine: Engine) -> dict[str, float]:
 def line(row: dict[str, Any]) -> str:
     """A row as the table shows it."""
     parts = f"{row['gemm_ms']:6.2f} {row['lora_ms']:6.2f} {row['attention_ms']:9.2f} {row['rest_ms']:6.2f}"
-    return f"{row['batch']:5} {row['adapters']:8} {row['step_ms']:7.2f} {row['floor_ms']:6.2f} {parts}"
+    return f"{row['mode']:>5} {row['batch']:5} {row['adapters']:8} {row['step_ms']:7.2f} {row['floor_ms']:6.2f} {parts}"
