@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from slora_ref.engine.orders import Order, batch_of, run_order
 from slora_ref.errors import AdapterError, ConfigError, ShardLost
 from slora_ref.ops.host_kernels import HostKernels
 from slora_ref.ops.host_ops import HostOps
-from slora_ref.ops.tape import Tape
+from slora_ref.ops.tape import Replayed, Tape
 from slora_ref.request import FinishReason
 from slora_ref.tp import Shard
 from slora_ref.tp.processes import ProcessCommunicator, start_processes
@@ -120,8 +119,7 @@ def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.Monkey
         assert_right(done[number], name, PARAMS)
     assert engine.executor._executor.kept.graphs, "launches were kept"
     replays: list[Tape] = []
-    timed = lambda _, tape: SimpleNamespace(milliseconds=lambda: replays.append(tape) or 1.5)  # noqa: E731
-    monkeypatch.setattr(HostOps, "graph", timed)
+    monkeypatch.setattr(Replayed, "milliseconds", lambda graph: replays.append(graph.tape) or 1.5)
     assert engine.executor.milliseconds(("communication", "lora_communication")) == 1.5
     again = engine.add_request([5, 6, 7], PARAMS, "x")
     assert_right(run_to_end(engine)[again], "x", PARAMS)

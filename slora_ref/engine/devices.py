@@ -149,9 +149,8 @@ class KernelDevice(CpuDevice):
 
     def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """Model and sampler by kernels; loads beside the steps."""
-        tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
-        executor = self._executor(model, tables, config)
-        writer = PageWriter(pool, self._ops, tables)
+        executor = self._executor(model, pool, config)
+        writer = PageWriter(pool, self._ops, executor.tables)
         return executor, DeviceLoader(pool, store, writer, at_once=config.loading == "inline")
 
     def communicator(self, inner: Communicator) -> Communicator:
@@ -160,13 +159,13 @@ class KernelDevice(CpuDevice):
 
     def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
         """The model by kernels."""
-        tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
-        return self._executor(model, tables, config), DeviceWriter(pool, self._ops, tables)
+        executor = self._executor(model, pool, config)
+        return executor, DeviceWriter(pool, self._ops, executor.tables)
 
-    def _executor(self, model: LlamaModel, tables: DeviceTables, config: EngineConfig) -> KernelExecutor:
+    def _executor(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> KernelExecutor:
         """What runs the model's steps."""
-        capture = not config.enforce_eager
-        return KernelExecutor(model, self._ops, tables, config.max_batched_tokens, capture=capture)
+        tables, most = DeviceTables(self._ops, pool.sequence_pages, pool.adapters), config.max_batched_tokens
+        return KernelExecutor(model, self._ops, tables, most, capture=not config.enforce_eager)
 
 
 class CudaDevice(KernelDevice):
