@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.ops import attention_arguments, lora_arguments, row_arguments, sample_arguments
+from slora_ref.ops import attention_arguments, lora_arguments, pad_arguments, row_arguments, sample_arguments
 from slora_ref.ops.kernel_source import DTYPES
 from slora_ref.ops.tables import AdapterTables
 
@@ -268,6 +268,26 @@ def join_case(dtype: str, seed: int, shards: int, splits: int, rows: int, target
     arguments = lora_arguments.lora_join(t, parts, slots, columns, first)
     wrong: Callable[[dict[str, Any]], dict[str, np.ndarray]] = lambda after: {"wrong": after["t"] != want}  # noqa: E731
     return Case("lora_join", dtype, arguments, {"wrong": np.zeros(t.shape)}, wrong)
+
+
+def pad_case(dtype: str, seed: int, shape: LoraShape, of_b: bool) -> Case:
+    """A case of pad_adapter: more places in the stack than the largest rank, more room in the table than entries."""
+    rng = np.random.default_rng(seed)
+    laid = lay_out(rng, dtype, shape)
+    targets, columns = (1 if of_b else len(shape.d_outs)), max(max(ranks) for ranks in shape.ranks) + 3
+    entries = rng.permutation([*range(len(shape.ranks)), 0, -1])
+    length = shape.d_outs[0] if of_b else shape.d_in
+    lora = np.full((targets, len(entries) + 3, 4), 99, np.int32)
+    want = np.zeros((len(entries), targets, columns, length))
+    for entry, target in np.ndindex(len(entries), targets):
+        place = lora[target, entry] = laid.lora.get((entries[entry], target), (0, 0, 0, 0))
+        if place[2]:
+            key = (entries[entry], target)
+            scaled = laid.b[key] * np.array(place[3], np.int32).view(np.float32)
+            want[entry, target, : place[2]] = scaled if of_b else laid.a[key].T
+    out = store(np.full(want.shape, np.nan), dtype)
+    arguments = pad_arguments.pad_adapter(out, laid.pages, laid.table, lora, of_b)
+    return Case("pad_adapter", dtype, arguments, {"out": want})
 
 
 # --- attention ---

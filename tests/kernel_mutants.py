@@ -19,6 +19,13 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("+ first + target", "+ target"),
         ("+ j % each", "+ j"),
     ],
+    "pad_adapter_1_copy": [
+        ("lora[target * capacity + entry]", "lora[target * entries + entry]"),
+        ("adapter.rank > j", "adapter.rank >= j"),
+        ("scaled[i] *= adapter.scale", "scaled[i] *= 1"),
+        ("of_b ? adapter.b : adapter.a", "of_b ? adapter.a : adapter.b"),
+        ("+ j * pieces;", "+ j;"),
+    ],
     "mbgmv_shrink_1_naive": [
         ("adapter.rank; j += blockDim.x", "adapter.rank - 1; j += blockDim.x"),
         ("min(first + part, d_in)", "first + part"),

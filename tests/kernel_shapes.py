@@ -72,6 +72,7 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         "lora_lookup": lambda: built(
             cases.lookup_case, dtype, layers=small, adapters=small, entries=st.integers(1, 40)
         ),
+        "pad_adapter": lambda: built(cases.pad_case, dtype, shape=lora_shapes(), of_b=st.booleans()),
         "paged_attention_decode": lambda: built(
             cases.decode_case, dtype, head_dim=HEAD_DIM, contexts=contexts, splits=st.integers(1, 4), **HEADS
         ),
@@ -143,6 +144,11 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
     table: dict[str, Callable[[], list[Case]]] = {
         "lora_join": lambda: [cases.join_case(dtype, 1, 3, 2, 7, 3), cases.join_case(dtype, 2, 2, 1, 40, 1)],
         "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],
+        "pad_adapter": lambda: [
+            cases.pad_case(dtype, 1, shape, of_b)
+            for shape in (SMALL_LORA, WIDE_LORA, PAGED_LORA)
+            for of_b in (False, True)
+        ],
         "paged_attention_decode": lambda: [
             cases.decode_case(dtype, 1, 2, 2, 20, (150, -1, 0, 1, 300), 1, 3),
             cases.decode_case(dtype, 2, 1, 4, 64, (33, 290, -1, 129), 3),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
 from slora_ref.adapter import load_adapter, read_header
+from slora_ref.baselines.base import Base
 from slora_ref.baselines.merge import merged_weights
-from slora_ref.checkpoint import load_checkpoint
+from slora_ref.checkpoint import ModelWeights, load_checkpoint
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.engine import Completion, Engine
-from slora_ref.engine.build import assemble
 from slora_ref.engine.devices import open_device
 from slora_ref.engine.inputs import Prompt
 from slora_ref.errors import ConfigError
 from slora_ref.request import SamplingParams
+from slora_ref.shapes import Array
 from slora_ref.tokenizer import Tokenizer
 
 
@@ -34,15 +36,15 @@ class Packed:
     def __init__(self, folder: Path, adapters: dict[str, Path], config: EngineConfig) -> None:
         if config.pool_pages is None:
             raise ConfigError("packed engines divide pool_pages; give it")
-        model = ModelConfig.from_folder(folder)
+        model, device = ModelConfig.from_folder(folder), open_device(config)
         weights = load_checkpoint(folder, model, config.dtype)
         own = replace(config, pool_pages=config.pool_pages // len(adapters))
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
         self.engines: dict[str, Engine] = {}
         for name, path in adapters.items():
             adapter = load_adapter(read_header(path, model), model, weights.embed.dtype)
-            merged = merged_weights(model, weights, adapter)
-            self.engines[name] = Engine(*assemble(model, merged, tokenizer, open_device(own), own))
+            merged = _placed(merged_weights(model, weights, adapter), device.place)
+            self.engines[name] = Base(model, merged, device, tokenizer).engine(own)
 
     def generate(self, prompts: Seq[Prompt], params: SamplingParams, adapters: Seq[str]) -> list[Completion]:
         """Serves all prompts, the engines taking turns; completions in the order of the prompts."""
@@ -56,3 +58,9 @@ class Packed:
                     if news.completion is not None:
                         done[places[name, news.request_id]] = news.completion
         return [done[place] for place in range(len(places))]
+
+
+def _placed(weights: ModelWeights, place: Callable[[Array], Array]) -> ModelWeights:
+    """Weights on the device."""
+    layers = tuple(layer.placed(place) for layer in weights.layers)
+    return ModelWeights(place(weights.embed), layers, place(weights.norm), place(weights.lm_head))

@@ -28,6 +28,7 @@ from slora_ref.tp.communicator import Alone
 PAGE_ID_BYTES = 4
 Note = Callable[[str], None]
 """Takes the name of the part of the start that begins."""
+MakePool = Callable[..., PagePool]  # takes what PagePool takes
 Parts = tuple[Scheduler, Prefetcher, Executor, Clock, ModelConfig, Tokenizer | None]
 
 
@@ -86,6 +87,7 @@ def assemble(
     policy: Policy | None = None,
     leader: Leader | None = None,
     note: Note = quiet,
+    make_pool: MakePool = PagePool,
 ) -> Parts:
     """The parts around weights that are on the device already; those of the leader's shard, if there is one."""
     leader = leader or Leader(Alone(), stops=False)
@@ -93,7 +95,7 @@ def assemble(
     note("warm-up")
     device.prepare(local_config(model, config.shards), weights, config)
     note("pool")
-    pool = build_pool(model, config, device, communicator.shard)
+    pool = build_pool(model, config, device, communicator.shard, make_pool)
     with leader.together(pool_order(pool)):
         pass
     with leader.together(Order("join")):
@@ -110,7 +112,13 @@ def assemble(
     return scheduler, prefetcher, executor, MonotonicClock(), model, tokenizer
 
 
-def build_pool(model: ModelConfig, config: EngineConfig, device: Device, shard: Shard = WHOLE) -> PagePool:
+def build_pool(
+    model: ModelConfig,
+    config: EngineConfig,
+    device: Device,
+    shard: Shard = WHOLE,
+    make_pool: MakePool = PagePool,
+) -> PagePool:
     """The page pool that the options ask for.
 
     Raises:
@@ -136,7 +144,7 @@ def build_pool(model: ModelConfig, config: EngineConfig, device: Device, shard: 
     tables = config.max_running * layout.token_pages(positions) * PAGE_ID_BYTES
     _check_memory(pages * page_bytes, tables, device.memory_bytes())
     try:
-        return PagePool(
+        return make_pool(
             layout,
             num_pages=pages,
             max_sequences=config.max_running,

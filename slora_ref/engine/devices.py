@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,58 +39,56 @@ class Device(Protocol):
 
     def ops(self) -> Ops:
         """What computes there."""
-        ...
+
+    def with_ops(self, ops: Ops) -> Device:
+        """The same place, where something else computes."""
 
     def place(self, array: Any) -> Any:
         """An array of the host, there."""
-        ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array there; MemoryError if there is no room."""
-        ...
 
     def host_memory(self, nbytes: int) -> Any:
         """Bytes in host memory from which adapters are loaded; MemoryError if there is no room."""
-        ...
 
     def random_weights(self, model: ModelConfig, seed: int, shard: Shard) -> ModelWeights:
         """A shard's part of weights made there."""
-        ...
 
     def prepare(self, model: ModelConfig, weights: ModelWeights, config: EngineConfig) -> None:
         """Takes the memory that steps need, and compiles what they run."""
-        ...
 
     def memory_bytes(self) -> int:
         """Memory in all."""
-        ...
 
     def pool_bytes(self, config: EngineConfig) -> int:
         """What the pool may take, after `prepare`; not above 0 where nothing is left."""
-        ...
 
     def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """What runs the model's steps, and what brings adapters into its pool."""
-        ...
 
     def communicator(self, inner: Communicator) -> Communicator:
         """What moves the arrays of steps, where `inner` moves them between shards."""
-        ...
 
     def following_parts(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> Following:
         """What runs steps, and what writes adapters, on a shard that does not lead."""
-        ...
 
 
 class CpuDevice:
     """The host, in NumPy."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.dtype = config.dtype
+    def __init__(self, config: EngineConfig, ops: Ops | None = None) -> None:
+        self.dtype, self._ops = config.dtype, ops or NumpyOps(config.dtype)
 
     def ops(self) -> Ops:
-        """NumPy."""
-        return NumpyOps(self.dtype)
+        """NumPy, unless it was replaced."""
+        return self._ops
+
+    def with_ops(self, ops: Ops) -> Device:
+        """A copy."""
+        other = copy(self)
+        other._ops = ops
+        return other
 
     def place(self, array: Any) -> Any:
         """Itself."""
@@ -140,12 +139,8 @@ class KernelDevice(CpuDevice):
     """
 
     def __init__(self, config: EngineConfig, ops: KernelOps) -> None:
-        super().__init__(config)
-        self._ops = ops
-
-    def ops(self) -> Ops:
-        """Kernels."""
-        return self._ops
+        super().__init__(config, ops)
+        self._ops: KernelOps = ops
 
     def parts(self, model: LlamaModel, pool: PagePool, store: AdapterStore, config: EngineConfig) -> Leading:
         """Model and sampler by kernels; loads beside the steps."""

@@ -75,6 +75,30 @@ class Cublas:
         return run
 
 
+    def products(self, y: Any, x: Any, w: Any, scale: float = 1.0, add: bool = False) -> Callable[[], None]:
+        """What computes y[b] = scale x[b] w[b], or y[b] += scale x[b] w[b], in one batched product.
+
+        Args:
+            y: [batch, rows, columns]; x: [batch, rows, inner]; w: [batch, inner, columns]. In x and w, either of the
+                last two axes may be the one whose numbers are neighbours.
+        """
+        (batch, rows, columns), inner = y.shape, x.shape[2]
+        (turn_w, *left), (turn_x, *right), (_, *out) = (_stack(array) for array in (w, x, y))
+        factors = np.array(scale, np.float32), np.array(add, np.float32)
+        one, kept = (ctypes.c_void_p(number.ctypes.data) for number in factors)
+        sizes = [ctypes.c_int(number) for number in (turn_w, turn_x, columns, rows, inner)]
+        kind = (ctypes.c_int(batch), ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
+        arguments = (*sizes, one, *left, *right, kept, *out, *kind)
+        multiply = partial(self.library.cublasGemmStridedBatchedEx, self.handle, *arguments)
+
+        def run(keep: tuple[Any, ...] = (y, x, w, factors)) -> None:
+            failed = multiply()
+            if failed:
+                raise RuntimeError(f"cublasGemmStridedBatchedEx fails with status {failed}")
+
+        return run
+
+
 def _library() -> Any:
     """cuBLAS, which is loaded already."""
     for name in LIBRARIES:
@@ -89,3 +113,16 @@ def _matrix(array: Any) -> tuple[Any, ...]:
     """Address, type and row stride, as cuBLAS takes a matrix."""
     kind = CUDA_TYPES[array.dtype.name]
     return ctypes.c_void_p(array.data.ptr), ctypes.c_int(kind), ctypes.c_int(int(row_stride(array)))
+
+
+def _stack(array: Any) -> tuple[Any, ...]:
+    """Whether cuBLAS has to turn each matrix; address, type; numbers between its columns, and between the matrices.
+
+    It counts columns first, so what lies row by row here is the transpose to it.
+    """
+    between, row, column = (stride // array.itemsize for stride in array.strides)
+    _, rows, columns = array.shape
+    turned = column != 1 and columns > 1
+    leading = column if turned else row if rows > 1 else columns
+    kind = ctypes.c_int(CUDA_TYPES[array.dtype.name])
+    return T if turned else N, ctypes.c_void_p(array.data.ptr), kind, ctypes.c_int(leading), ctypes.c_longlong(between)

@@ -180,6 +180,17 @@ class CudaOps(KernelOps):
         self.do("gemm", self.cublas.product(y, x, weight, add=bias is not None))
         return y
 
+    def prepared_products(
+        self,
+        y: Float[Array, "batch rows columns"],
+        x: Float[Array, "batch rows inner"],
+        w: Float[Array, "batch inner columns"],
+        scale: float = 1.0,
+        add: bool = False,
+    ) -> Work:
+        """A batched product of cuBLAS."""
+        return self.cublas.products(y, x, w, scale, add)
+
     def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
         """Logits x W^T in float32, by cuBLAS."""
         y = self.empty("logits", (len(x), len(weight)), np.float32)

@@ -16,6 +16,7 @@ from slora_ref.ops.host_kernels import HostKernels
 from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
+from slora_ref.ops.stacks import multiply_stacks
 from slora_ref.ops.tape import Replayed, Tape, Work
 from slora_ref.shapes import Array, Float
 
@@ -129,6 +130,17 @@ class HostOps(KernelOps):
     def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
         """Logits x W^T in float32."""
         return self._product(x, weight, None, np.float32)
+
+    def prepared_products(
+        self,
+        y: Float[Array, "batch rows columns"],
+        x: Float[Array, "batch rows inner"],
+        w: Float[Array, "batch inner columns"],
+        scale: float = 1.0,
+        add: bool = False,
+    ) -> Work:
+        """NumPy's, in float32 and rounded once."""
+        return partial(multiply_stacks, y, x, w, scale, add)
 
     def _product(self, x: Array, weight: Array, bias: Array | None, dtype: Any) -> Array:
         out = self.empty("product", (len(x), len(weight)), dtype)

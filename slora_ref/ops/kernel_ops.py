@@ -41,6 +41,20 @@ class KernelOps(KernelLora, KernelAttention):
     def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
         """Logits x W^T in float32: in half precision the likeliest tokens would often be equal."""
 
+    @abstractmethod
+    def prepared_products(
+        self,
+        y: Float[Array, "batch rows columns"],
+        x: Float[Array, "batch rows inner"],
+        w: Float[Array, "batch inner columns"],
+        scale: float = 1.0,
+        add: bool = False,
+    ) -> Work:
+        """What computes y = scale x w for each of a batch, or y += scale x w, by the vendor's library.
+
+        x and w may be transposed views. For the baselines: the engine's own products have one matrix, or pages.
+        """
+
     def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """The rows `ids` of an embedding, or of hidden states."""
         out = self.empty(f"embed_{len(weight)}", (len(ids), weight.shape[1]), self.dtype)

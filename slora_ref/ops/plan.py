@@ -84,7 +84,7 @@ def plan_lora(segments: Segments, rows: int, together: bool = False, fixed: bool
     slots, start, length, tall = (
         array[in_tiles][first] for array in (segments.adapter, segments.start, segments.length, shared)
     )
-    which, row, count = _cut(start, length, tile_rows(rows))
+    which, row, count = cut(start, length, tile_rows(rows))
     tiles, tile_slots = np.zeros((capacity, 2), np.int32), np.full(capacity, NONE, np.int32)
     tiles[: len(which)] = np.stack([row, count], axis=1)
     tile_slots[: len(which)] = slots[which]
@@ -119,14 +119,14 @@ def plan_attention(spans: Spans, rows: int) -> AttentionPlan:
     queries[spans.start[single], 1] = spans.context[single]
     shared = spans.length >= SPANS_SHARED_FROM
     start, length = spans.start[shared], spans.length[shared]
-    which, first, count = _cut(start, length, query_tile(rows))
+    which, first, count = cut(start, length, query_tile(rows))
     visible = (spans.context[shared] - length)[which] + (first - start[which]) + 1
     tiles = np.zeros((tile_count(rows, SPANS_SHARED_FROM, query_tile(rows)), 4), np.int32)
     tiles[: len(which)] = np.stack([first, count, spans.slot[shared][which], visible], axis=1)
     return AttentionPlan(queries, tiles, bool(single.any()), bool(len(which)))
 
 
-def _cut(
+def cut(
     start: Int[Array, " n"], length: Int[Array, " n"], size: int
 ) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
     """Cuts ranges into tiles of at most `size`: the range of each tile, its start and its length."""

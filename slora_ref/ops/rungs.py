@@ -115,6 +115,7 @@ RUNGS: Mapping[str, Rung] = {
     "lora_expand_1_together": Rung(
         128, lambda s: lora.together(s, lora.runs(s, 32)), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
     ),
+    "pad_adapter_1_copy": Rung(128, lambda s: (s.columns, s.targets, s.entries)),
     "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), grids.attention_words),
     "paged_attention_decode_2_vector": Rung(
         256, lambda s: (s.heads, s.rows, s.splits), lambda s: 4 * 8 * s.head_dim, suits=grids.fits_registers

@@ -18,7 +18,7 @@ Part = Literal["gemm", "lora", "attention", "communication", "lora_communication
 
 def part_of(operation: str) -> Part:
     """What a kernel's time counts as."""
-    if operation.startswith(("mbgm", "lora")):
+    if operation.startswith(("mbgm", "lora", "pad_adapter")):
         return "lora"
     return "attention" if operation.startswith("paged_attention") else "rest"
 

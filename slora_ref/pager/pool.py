@@ -168,15 +168,21 @@ class PagePool(PageStorage):
         Raises:
             OutOfPages: nothing was allocated. PageError: no adapter slot is free, or the adapter already has pages.
         """
+        self._check_adapter(adapter_id)
+        pages = self.allocator.allocate(self.layout.adapter_pages(shape.page_ranks))
+        self._settle_adapter(adapter_id, pages, shape)
+        return pages
+
+    def _check_adapter(self, adapter_id: int) -> None:
         if adapter_id in self._adapter_slots:
             raise PageError(f"adapter {adapter_id} already has pages")
         if not self._free_adapter_slots:
             raise PageError(f"all {self.max_adapters} adapter slots are taken")
-        pages = self.allocator.allocate(self.layout.adapter_pages(shape.page_ranks))
+
+    def _settle_adapter(self, adapter_id: int, pages: Int[Array, " pages"], shape: AdapterShape) -> None:
         slot = self._free_adapter_slots.pop()
         self.enter_adapter(slot, pages, shape)
         self._adapter_slots[adapter_id], self._adapter_pages[adapter_id] = slot, pages
-        return pages
 
     def write_adapter(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
         """Scatters an adapter's page image into its pages, whole pages: beyond d_in or d_out the image has zeros."""
@@ -185,9 +191,12 @@ class PagePool(PageStorage):
     def close_adapter(self, adapter_id: int) -> None:
         """Frees the pages and the slot of an adapter."""
         slot = self._adapter_slots.pop(adapter_id)
-        self._release(self._adapter_pages.pop(adapter_id))
+        self._release_adapter(self._adapter_pages.pop(adapter_id))
         self.adapters.clear(slot)
         self._free_adapter_slots.append(slot)
+
+    def _release_adapter(self, pages: Int[Array, " pages"]) -> None:
+        self._release(pages)
 
     def _release(self, pages: Int[Array, " pages"]) -> None:
         self.allocator.free(pages)

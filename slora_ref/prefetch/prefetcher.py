@@ -69,16 +69,16 @@ class Prefetcher(Residency):
         Returns:
             False if the pages could not be had now, or the adapter is not in host memory yet; then nothing changed.
         """
-        version = self.store.version(adapter_id)
-        if not self._could_free(version.pages, keep) or not self._could_free_slot(keep):
+        version, pages = self.store.version(adapter_id), self.pages_of(adapter_id)
+        if not self._could_free(pages, keep) or not self._could_free_slot(keep):
             return False
         hold = self.store.hold(adapter_id)
         if hold is None:
             return False
         self._free_slot(keep)
-        self.make_room(version.pages, keep)
+        self.make_room(pages, keep)
         self.pool.open_adapter(adapter_id, version.shape)
-        self._pages[adapter_id] = version.pages
+        self._pages[adapter_id] = pages
         self._loading[adapter_id] = hold
         try:
             self.loader.start(adapter_id)
