@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,6 +178,15 @@ def test_an_attempt_tells_unwritten_from_wrong(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "unwritten: not written yet\n"
     with pytest.raises(AssertionError):
         show.attempt(check, lambda: 2)
+
+
+def test_a_time_limit_interrupts_what_takes_longer_and_nothing_else() -> None:
+    with pytest.raises(TimeoutError, match="not done after"), show.time_limit(0.05):
+        while True:
+            pass
+    with show.time_limit(60):
+        done = True
+    assert done and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_check_that_accepts_a_mistake_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,11 @@ Picture(figure, "01_many_adapters", "Bytes moved in a decode step against the nu
 # A GPU holds 64 copies of a 7B model in no case, so the upper lines are also a fiction of memory. And they assume
 # that requests of all adapters are there at the same time: if all traffic goes to one adapter, merging is right.
 #
+# Nor are bytes the whole of a step's time. In the authors' own results two merged copies side by side, each in a vLLM
+# of its own, are still *ahead* of S-LoRA (chapter 9): that is another server with faster kernels, and S-LoRA pays for
+# launching its small kernels, whatever they read. The lines say which way things go when n grows, not where two
+# programs cross.
+#
 # ## Exercise
 # - **Write** `forward(x, W, adapters, which)`: y for a batch in which row i uses `adapters[which[i]]`, a triple (A,
 #   B, s), or none where `which[i]` is -1.
@@ -180,7 +185,7 @@ Picture(figure, "01_many_adapters", "Bytes moved in a decode step against the nu
 # - **Resources**: W is read once, each adapter that occurs once and no other; no more operations than 2 · d_in ·
 #   d_out a row, and 2 · r · (d_in + d_out) a row with an adapter.
 #
-# The matrices count what is done with them: only `rows @ matrix` is allowed.
+# The matrices count what is done with them: only `rows @ matrix` is allowed, and each row costs, whatever is in it.
 
 # %%
 class Counted:
@@ -214,6 +219,8 @@ def check_forward(candidate):
         merged = weight if adapter < 0 else weight + plain[adapter][2] * plain[adapter][0] @ plain[adapter][1]
         assert np.allclose(y[row], x[row] @ merged), f"row {row} is wrong"
     assert W.reads == 1, f"W was read {W.reads} times"
+    allowed = 2 * len(x) * weight.size
+    assert W.flops <= allowed, f"{W.flops} operations with W, {allowed} are enough"
     for number, (a, b, _) in enumerate(adapters):
         assert a.reads == b.reads == (number in which), f"adapter {number}: read {a.reads} and {b.reads} times"
         allowed = 2 * np.count_nonzero(which == number) * (a.array.size + b.array.size)
@@ -233,7 +240,18 @@ def row_by_row(x, W, adapters, which):
     return y
 
 
-refused(check_forward, row_by_row)
+def takes_w_out(x, W, adapters, which):
+    """One read: W comes out as what it makes of a unit matrix, put below the rows; then merging, as ever."""
+    both = np.concatenate([x, np.eye(x.shape[1])]) @ W
+    y, weight = both[: len(x)], both[len(x) :]
+    for number in set(which.tolist()) - {-1}:
+        a, b, s = adapters[number]
+        y[which == number] = x[which == number] @ (weight + s * a.array @ b.array)
+    return y
+
+
+for mistake in (row_by_row, takes_w_out):
+    refused(check_forward, mistake)
 
 # %% solution
 def solved(x, W, adapters, which):

@@ -214,6 +214,8 @@ axes.axhline(two, color=EDGE, linestyle="--", label="two pools, each for its wor
 axes.axhline(one, color=EDGE, label="one pool")
 axes.set(xlabel="step", ylabel="pages", ylim=(0, two * 1.08), xlim=(0, len(usages)))
 axes.set_title("what a day needs, in one pool or in two")
+for place, name in ((100, "morning"), (330, "evening")):
+    axes.text(place, one * 1.05, name, ha="center", va="bottom")
 figure.legend(loc="outside lower center", ncols=4, frameon=False)
 Picture(figure, "02_pages", "Pages of adapters and of keys and values over a day, and the sizes of one pool and two")
 
@@ -224,9 +226,9 @@ Picture(figure, "02_pages", "Pages of adapters and of keys and values over a day
 #
 # - **Write** `gather(pages, table, start, rank, d_in)`: the matrix A, `[d_in, rank]`.
 # - **Check**: against the adapter's own file, for all four targets, in a pool whose pages come in random order and
-#   whose free pages hold NaN.
-# - **Resources**: each page of A is read once, no other page at all. `pages[i]` reads page i; `pages.width` is its
-#   size.
+#   whose free pages hold NaN; and in pages that are too wide, or too narrow, to divide d_in.
+# - **Resources**: each page of A is read once, no other page at all. `pages[i]` reads page i, `pages[ids]` several at
+#   once; `pages.width` is the size of a page.
 
 # %%
 from slora_ref.adapter import load_adapter, read_header
@@ -240,9 +242,9 @@ class CountedPages:
     def __init__(self, storage):
         self.storage, self.width, self.reads = storage, storage.shape[1], []
 
-    def __getitem__(self, page):
-        self.reads.append(int(page))
-        return self.storage[int(page)]
+    def __getitem__(self, ids):
+        self.reads += np.ravel(ids).tolist()
+        return self.storage[ids]
 
 
 def gather(pages, table, start, rank, d_in):
@@ -250,21 +252,38 @@ def gather(pages, table, start, rank, d_in):
     raise NotImplementedError
 
 
-def check_gather(candidate):
-    """An adapter of rank 4, loaded into a shuffled pool."""
+def in_a_pool():
+    """An adapter of rank 4 in a shuffled pool: for each target its pages, table, first entry, and A."""
     model = ModelConfig.from_folder(MODEL_FOLDER)
     loaded = load_adapter(read_header(ADAPTERS_FOLDER / "caesar-3", model), model, np.float32)
-    shape = AdapterShape(loaded.header.ranks, loaded.header.scales)
     pool = PagePool(PageLayout(model), 500, 1, 8, 1, poison=True, shuffle_seed=3)
-    pool.open_adapter(0, shape)
+    pool.open_adapter(0, AdapterShape(loaded.header.ranks, loaded.header.scales))
     pool.write_adapter(0, pack(loaded, pool.layout, np.float32))
     for target in range(4):
-        pages = CountedPages(pool.storage[1])
-        d_in, _ = model.target_shape(TARGETS[target])
-        rank, start = int(shape.page_ranks[target]), int(pool.adapters.a_start[0, target])
-        a = candidate(pages, pool.adapters.pages[0], start, rank, d_in)
-        assert np.array_equal(a, loaded.a[1, target].T), f"the A of {TARGETS[target]} is wrong"
-        assert len(pages.reads) <= rank * -(-d_in // pages.width), f"{len(pages.reads)} pages were read"
+        yield pool.storage[1], pool.adapters.pages[0], int(pool.adapters.a_start[0, target]), loaded.a[1, target].T
+
+
+def by_hand(width, d_in=12, rank=3, start=2):
+    """The same for pages of any width; what no piece of A covers is NaN."""
+    rng = np.random.default_rng(width)
+    pieces, a = -(-d_in // width), rng.standard_normal((d_in, rank))
+    storage = np.full((rank * pieces + 9, width), np.nan)
+    table = rng.permutation(len(storage))
+    for j, piece in np.ndindex(rank, pieces):
+        part = a[piece * width : (piece + 1) * width, j]
+        storage[table[start + j * pieces + piece], : len(part)] = part
+    return storage, table, start, a
+
+
+def check_gather(candidate):
+    """Four targets of a real adapter, then pages that hold 5 and 40 numbers of a column of 12."""
+    for storage, ids, start, a in [*in_a_pool(), by_hand(5), by_hand(40)]:
+        pages, (d_in, rank) = CountedPages(storage), a.shape
+        got = candidate(pages, ids, start, rank, d_in)
+        where = f"for {d_in} numbers in pages of {pages.width}"
+        assert np.array_equal(got, a), f"A is wrong {where}"
+        of_a = ids[start : start + rank * -(-d_in // pages.width)].tolist()
+        assert sorted(pages.reads) == sorted(of_a), f"read {len(pages.reads)} pages {where}, A has {len(of_a)}"
 
 
 attempt(check_gather, gather)
@@ -273,21 +292,23 @@ attempt(check_gather, gather)
 def without_the_table(pages, table, start, rank, d_in):
     """As if the pages lay side by side."""
     pieces = -(-d_in // pages.width)
-    columns = [[pages[start + j * pieces + piece] for piece in range(pieces)] for j in range(rank)]
-    return np.stack([np.concatenate(parts)[:d_in] for parts in columns], axis=1)
+    return pages[start : start + rank * pieces].reshape(rank, -1)[:, :d_in].T
 
 
-refused(check_gather, without_the_table)
+def whole_pages_only(pages, table, start, rank, d_in):
+    """As if each column filled its pages."""
+    pieces = d_in // pages.width
+    return pages[table[start : start + rank * pieces]].reshape(rank, d_in).T
+
+
+for mistake in (without_the_table, whole_pages_only):
+    refused(check_gather, mistake)
 
 # %% solution
 def solved(pages, table, start, rank, d_in):
-    """Column by column, piece by piece."""
+    """All pieces at once: those of a column are neighbours in the table, and what lies beyond d_in is cut off."""
     pieces = -(-d_in // pages.width)
-    columns = []
-    for j in range(rank):
-        parts = [pages[table[start + j * pieces + piece]] for piece in range(pieces)]
-        columns.append(np.concatenate(parts)[:d_in])
-    return np.stack(columns, axis=1)
+    return pages[table[start : start + rank * pieces]].reshape(rank, -1)[:, :d_in].T
 
 
 attempt(check_gather, solved)

@@ -12,7 +12,7 @@ After: say what a row of a step may see, find its keys in scattered pages, and a
 # triangle and a line:
 
 # %%
-from show import Picture, attempt, excerpt, refused, source, table
+from show import Picture, attempt, refused, source, table
 
 prompt, answer = 200, 100
 again = sum(range(prompt, prompt + answer))
@@ -191,8 +191,8 @@ Picture(figure, "03_paged_attention", "The pages that each row of a step reads: 
 
 # %% [markdown]
 # ## A softmax in pieces
-# A kernel cannot hold the scores of a long context at once, and one context may be shared out between several blocks
-# of threads. But the softmax needs the sum over all of them, and to be safe against overflow the largest score first.
+# A GPU cannot hold the scores of a long context where it computes with them, and it shares one context out among many
+# workers. But the softmax needs the sum over all of them, and to be safe against overflow the largest score first.
 # The way out: keep the sum *relative to the largest score so far*, and when a larger one appears, rescale what was
 # added.
 #
@@ -209,22 +209,35 @@ for score, value in zip((1.0, 3.0, 2.0), values, strict=True):
     print(f"score {score}: largest {largest}, total {total:.3f}, mixed so far {np.round(mixed / total, 3).tolist()}")
 
 # %% [markdown]
-# Two parts of a context that were done apart can be put together by the same rule, each with its largest score and
-# its total. That is what the merging kernel does:
+# Two parts of a context that were done apart are put together by the same rule, each with its largest score and its
+# total. Here the first two tokens and the third, by two workers who know nothing of each other:
 
-# %% listing
-excerpt("kernels_cu/paged_attention_merge_1_naive.cu", 'extern "C"')
+# %%
+parts = []
+for seen, found in (((1.0, 3.0), values[:2]), ((2.0,), values[2:])):
+    weights = np.exp(np.array(seen) - max(seen))
+    parts.append((max(seen), weights.sum(), weights @ found))
+most = max(part[0] for part in parts)
+total = sum(total * np.exp(largest - most) for largest, total, _ in parts)
+mixed = sum(mixed * np.exp(largest - most) for largest, _, mixed in parts)
+print(f"largest {most}, total {total:.3f}, mixed {np.round(mixed / total, 3).tolist()}: as above")
 
 # %% [markdown]
+# On a GPU that is [a kernel of its own](../kernels_cu/paged_attention_merge_1_naive.cu); the next chapter tells how
+# to read it.
+#
 # ## Exercise
 # - **Write** `attend_in_chunks(query, chunks)`: attention of one query over keys and values that come in chunks, each
 #   a pair `(keys, values)` of `[tokens, head_dim]`. Return `[head_dim]`.
-# - **Check**: against the plain softmax, with chunks of several sizes, and with scores that overflow an exponential
-#   that was not made relative.
-# - **Resources**: each chunk is given out once, and a chunk's memory is wiped when the next one is taken; so nothing
-#   of the size of the context can be kept.
+# - **Check**: against the plain softmax, with chunks of several sizes, and with scores whose exponentials overflow,
+#   or all vanish, unless they are made relative.
+# - **Resources**: each chunk is given out once and wiped when the next one is taken. A context of 20,000 tokens must
+#   not take more memory than a few chunks.
 
 # %%
+import tracemalloc
+
+
 def attend_in_chunks(query, chunks):
     """softmax(query K^T / sqrt(head_dim)) V over all chunks."""
     raise NotImplementedError
@@ -239,18 +252,30 @@ def wiped(keys, values, size):
             part.fill(np.nan)
 
 
+def measured(candidate, query, chunks):
+    """What a candidate returns, and the most memory that it took, in kB."""
+    tracemalloc.start()
+    try:
+        with np.errstate(over="raise"):
+            return candidate(query, chunks), tracemalloc.get_traced_memory()[1] / 1e3
+    finally:
+        tracemalloc.stop()
+
+
 def check_attend_in_chunks(candidate):
-    """Contexts of 1 to 40 tokens in chunks of 1 to 16."""
+    """Contexts of 1 to 20,000 tokens in chunks of 1 to 16; `side` is what is added to each score."""
     rng = np.random.default_rng(2)
-    for context, size, scale in ((1, 1, 1.0), (5, 2, 1.0), (40, 16, 1.0), (33, 8, 3000.0)):
+    cases = (1, 1, 1, 0), (40, 16, 1, 0), (33, 8, 3e3, 0), (33, 8, 1, -2e3), (20_000, 16, 1, 0)
+    for context, size, scale, side in cases:
         keys, values = rng.standard_normal((2, context, 8))
         query = rng.standard_normal(8) * scale
+        keys += side * np.sqrt(8) * query / (query @ query)
         score = keys @ query / np.sqrt(8)
         weight = np.exp(score - score.max())
         expected = weight / weight.sum() @ values
-        with np.errstate(over="raise"):
-            got = candidate(query, wiped(keys, values, size))
-        assert np.allclose(got, expected), f"wrong for {context} tokens in chunks of {size}"
+        got, kilobytes = measured(candidate, query, wiped(keys, values, size))
+        assert np.allclose(got, expected), f"wrong for {context:,} tokens in chunks of {size}, scores near {side:.0f}"
+        assert kilobytes < 100, f"{context:,} tokens in chunks of {size} took more than 100 kB"
 
 
 attempt(check_attend_in_chunks, attend_in_chunks)
@@ -265,7 +290,29 @@ def not_relative(query, chunks):
     return mixed / total
 
 
-refused(check_attend_in_chunks, not_relative)
+def begins_at_zero(query, chunks):
+    """Relative to the largest score so far, or to 0 while all scores are negative."""
+    largest, total, mixed = 0.0, 0.0, np.zeros(len(query))
+    for keys, values in chunks:
+        scores = keys @ query / np.sqrt(len(query))
+        new = max(largest, scores.max())
+        weights, rescale = np.exp(scores - new), np.exp(largest - new)
+        total, mixed, largest = total * rescale + weights.sum(), mixed * rescale + weights @ values, new
+    with np.errstate(invalid="ignore"):
+        return mixed / total
+
+
+def keeps_all(query, chunks):
+    """The plain softmax, over copies of all chunks."""
+    copies = [(keys.copy(), values.copy()) for keys, values in chunks]
+    keys, values = (np.concatenate(part) for part in zip(*copies, strict=True))
+    scores = keys @ query / np.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum() @ values
+
+
+for mistake in (not_relative, begins_at_zero, keeps_all):
+    refused(check_attend_in_chunks, mistake)
 
 # %% solution
 def solved(query, chunks):

@@ -96,11 +96,11 @@ def make_batch(ranks=(3, 17, 8), owners=(0, 2, -1, 1, 0), d_in=200, d_out=150, w
     return x, pages, np.array([page_table], np.int32), lora, dense, owners
 
 
-def shrink_arguments(batch):
-    """t is NaN where no kernel has written."""
+def shrink_arguments(batch, splits=1):
+    """t, one part for each split of d_in, is NaN where no kernel has written."""
     x, pages, page_table, lora, dense, _ = batch
     columns = -(-max(b.shape[0] for _, b, _ in dense) // 8) * 8
-    t = np.full((1, len(x), 1, columns), np.nan, np.float32)
+    t = np.full((splits, len(x), 1, columns), np.nan, np.float32)
     return lora_arguments.mbgmv_shrink(t, x, pages, page_table, lora)
 
 
@@ -126,7 +126,7 @@ def error(batch, arguments):
         if "y" in arguments:
             got, want = arguments["y"][row].astype(float), 1 + scale * t @ b
         else:
-            got, want = arguments["t"][0, row, 0, : len(t)], t
+            got, want = arguments["t"][:, row, 0, : len(t)].sum(axis=0), t
         if len(want):
             worst, largest = max(worst, np.abs(got - want).max()), max(largest, np.abs(want).max())
             worst = worst if np.isfinite(got).all() else np.inf
@@ -146,17 +146,17 @@ table(["row", "first entry of A", "of B", "rank"], [(row, *entry) for row, entry
 #
 # ## The ladder
 # The kernels of an operation form a ladder. The first rung is the formula; each further one adds one idea. All take
-# the same arguments. They are CUDA, and they run here as well: g++ compiles the same files, threads become fibers
-# that run one after the other from barrier to barrier, and memory ends where an array ends (`kernels_cu/README.md`).
-# So each rung can be checked on a laptop, in three orders of threads.
+# the same arguments. They are CUDA, and they run here as well: g++ compiles the same files, the threads of a block
+# run one after the other from barrier to barrier, and memory ends where an array ends (`kernels_cu/README.md`). So
+# each rung can be checked on a laptop, in three orders of threads.
 
 # %%
 kernels = HostKernels()
 
 
-def run(kernel, batch, order="forward", kernels=kernels):
+def run(kernel, batch, order="forward", kernels=kernels, splits=1):
     """The error of a kernel's result; MBGMM's get the rows as one tile of the first row's adapter."""
-    arguments = shrink_arguments(batch) if "shrink" in kernel else expand_arguments(batch)
+    arguments = shrink_arguments(batch, splits) if "shrink" in kernel else expand_arguments(batch)
     if kernel.startswith("mbgmm"):
         tile = np.array([[0, len(batch[0])]], np.int32)
         names = ("x", "pages", "page_table") if "shrink" in kernel else ("pages", "page_table")
@@ -229,8 +229,9 @@ excerpt("kernels_cu/mbgmv_shrink_2_warp.cu", "int row = blockIdx.y")
 #
 # ### Many rows of one adapter: MBGMM
 # A prompt is hundreds of rows of one adapter. Served one by one, each would read A and B again. So MBGMM takes a tile
-# of rows at a time: a number that was read serves all rows of the tile, and products of whole tiles are what tensor
-# cores are made for. Here 20 rows of one adapter of rank 17, in one tile:
+# of rows at a time: a number that was read serves all rows of the tile. And a GPU has units that multiply two small
+# matrices in one instruction, its *tensor cores*; a tile has matrices for them, a single row has not. Here 20 rows of
+# one adapter of rank 17, in one tile:
 
 # %%
 tile = make_batch(ranks=(17,), owners=(0,) * 20)
@@ -249,45 +250,56 @@ import shutil
 import tempfile
 from pathlib import Path
 
+BARRIER = re.compile(r"__syncthreads\(\);  // (.*)")
 
-def without_barrier(kernel, name, number):
-    """The kernel, whose file or header `name` lacks its barrier number `number`, and the barrier's comment."""
+
+def mutants(kernel, name):
+    """The kernel without each of the barriers of its file or header `name` in turn, and the barrier's comment."""
     text = (ROOT / "kernels_cu" / name).read_text(encoding="utf-8")
-    found = list(re.finditer(r"__syncthreads\(\);  // (.*)", text))[number]
-    folder = Path(tempfile.mkdtemp(prefix="slora_ref_mutant_"))
-    shutil.copy(ROOT / f"kernels_cu/{kernel}.cu", folder)
-    (folder / name).write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
-    return HostKernels(folder, folder / "cache"), found[1]
+    for found in BARRIER.finditer(text):
+        folder = Path(tempfile.mkdtemp(prefix="slora_ref_mutant_"))
+        shutil.copy(ROOT / f"kernels_cu/{kernel}.cu", folder)
+        (folder / name).write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
+        yield HostKernels(folder, folder / "cache"), found[1]
 
 
-long = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
-mutants = [
-    ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", 0, batch),
-    ("mbgmv_shrink_3_in_flight", "lora_rows.h", 0, long),
-    ("mbgmv_shrink_3_in_flight", "lora_rows.h", 1, long),
-    ("mbgmv_expand_3_in_flight", "lora_rows.h", 3, make_batch(ranks=(40, 17, 8), d_out=1200)),
+cases = [
+    ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", batch),
+    ("mbgmv_shrink_3_in_flight", "lora_rows.h", make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)),
+    ("mbgmv_expand_3_in_flight", "lora_rows.h", make_batch(ranks=(40, 17, 8), d_out=1200)),
 ]
-rows = []
-for kernel, name, number, case in mutants:
-    broken, comment = without_barrier(kernel, name, number)
-    right = [order for order in ORDERS if run(kernel, case, order, broken) < 1e-3]
-    wrong = [order for order in ORDERS if order not in right]
-    rows.append((kernel, comment, ", ".join(wrong) or "none", ", ".join(right) or "none"))
+rows, needed = [], {name: set() for _, name, _ in cases}
+for kernel, name, case in cases:
+    for broken, comment in mutants(kernel, name):
+        right = [order for order in ORDERS if run(kernel, case, order, broken) < 1e-3]
+        wrong = [order for order in ORDERS if order not in right]
+        if wrong:  # else it is a barrier that this kernel never comes to
+            rows.append((kernel, comment, ", ".join(wrong), ", ".join(right) or "none"))
+            needed[name].add(comment)
+for name, comments in needed.items():
+    assert comments == set(BARRIER.findall((ROOT / "kernels_cu" / name).read_text(encoding="utf-8"))), name
+print("no barrier of", " or ".join(needed), "can be left out")
 table(["kernel", "the barrier that was taken out", "wrong in the orders", "still right in"], rows)
 
 # %% [markdown]
-# The last line is the reason for three orders: in reverse the upper half happens to run first, and a program that
-# lacks a barrier works. The tests do this for each barrier of each last rung, and for shifted indices, dropped bounds
-# and wrong signs besides (`tests/kernel_mutants.py`).
+# The header `lora_rows.h` is shared by the last rungs. The last line is the reason for three orders: in reverse the
+# upper half happens to run first, and a program that lacks a barrier works. The tests do this for each barrier of
+# each last rung, and for shifted indices, dropped bounds and wrong signs besides (`tests/kernel_mutants.py`).
 #
 # ## How fast? The roofline
-# A decode step can be no faster than its bytes over the memory's bandwidth; that line is the roof. These times are
-# measured on a GPU and committed, with the machine; nothing on this page was timed here.
+# A kernel that uses each number once can be no faster than its bytes over the memory's bandwidth; that line is the
+# roof, and the time it allows is the *floor*. These times are measured on a GPU and committed, with the machine;
+# nothing on this page was timed here. Beside them stands cuBLAS, NVIDIA's library of matrix products (*GEMM*, general
+# matrix multiplication): *batched* wants all products of one shape, *grouped* takes any.
 
 # %%
+from slora_ref.bench.decode.cases import BYTES_PER_S
+from slora_ref.bench.kernels.cases import FLOOR_BYTES_PER_S
+
 result = json.loads((ROOT / "slora_ref/bench/results/KERNELS-H200.json").read_text(encoding="utf-8"))
 print(f"{result['command']} on {result['machine']['gpu']}, CuPy {result['machine']['cupy']}, {result['date']}")
-print(f"a copy on this GPU moves {result['copy_gb_s']:,.0f} GB/s")
+print(f"the roof: {FLOOR_BYTES_PER_S / 1e12:.2f} TB/s for a kernel, {BYTES_PER_S / 1e12:.2f} for a step (chapter 10)")
+print(f"a copy, on the GPU of this page: {result['copy_gb_s'] / 1e3:.2f} TB/s")
 decode = [
     row
     for row in result["rows"]
@@ -301,9 +313,13 @@ for row in decode:
 table(["rank", "MB", "floor, us", "ours, us", "cuBLAS batched, us", "cuBLAS grouped, us", "of the floor's speed"], rows)
 
 # %% [markdown]
-# One row for each of 64 adapters, one projection, shrink and expand together. cuBLAS gets every favour here: equal
-# ranks, and weights that already lie in one piece, so it neither pads nor copies. At small ranks everybody is far
-# from the roof: a few megabytes are moved in less time than two kernels take to start.
+# Three rates for one memory? What it can do is found by trying, with a plain copy: the last line. The floors take the
+# rates of published tables of other servers' kernels (4.2) and steps (4.05), from another GPU of this kind, so that
+# shares of the floor's speed can be compared with theirs.
+#
+# The rows: one for each of 64 adapters, one projection, shrink and expand together. cuBLAS gets every favour here:
+# equal ranks, and weights that already lie in one piece, so it neither pads nor copies. At small ranks everybody is
+# far from the roof: a few megabytes are moved in less time than two kernels take to start.
 #
 # Prompts are another matter. Here 16 prompts of 256 rows, each with an adapter of its own:
 
@@ -352,10 +368,13 @@ Picture(figure, "04_heterogeneous_batching", "Time of shrink and expand against 
 # - **Write** a rung between 1 and 2, in CUDA: a warp owns a column of A, a lane every 32nd number, as in rung 2, but
 #   without the shuffles of `warp_sum`: the lanes put their sums into shared memory, and one lane of each warp adds
 #   them.
-# - **Check**: right numbers in three orders of threads.
+# - **Check**: right numbers in three orders of threads; also where d_in is shared out between two blocks (`splits`;
+#   the head has worked out `first` and `end`), and where rows and pages lie apart (`x_stride`, `page_stride`).
 # - **Resources**: one barrier. Mind that *every* thread of a block must reach it; the host build tells you if not.
 
 # %%
+import itertools
+
 HEAD = """#include "device.h"
 extern "C" __global__ void mbgmv_shrink_2_warp(float* t, const Num* x, const Num* pages, const int* page_table,
                                                const Lora* lora, int rows, int d_in, int width, int targets,
@@ -376,41 +395,26 @@ def shared_sum():
     raise NotImplementedError
 
 
+def apart(array):
+    """The same rows with three numbers between them, NaN."""
+    return np.concatenate([array, np.full((len(array), 3), np.nan, array.dtype)], axis=1)[:, : array.shape[1]]
+
+
 def check_shared_sum(candidate):
     """Compiled by g++ in the place of rung 2."""
-    text = HEAD + candidate()
-    assert text.count("__syncthreads") == 1, "one barrier is enough, and one is needed"
-    assert "shfl" not in text and "warp_sum" not in text, "without shuffles"
+    text = candidate()
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    assert code.count("__syncthreads") == 1, "one barrier is enough, and one is needed"
+    assert "shfl" not in code and "warp_sum" not in code, "without shuffles"
     folder = Path(tempfile.mkdtemp(prefix="slora_ref_exercise_"))
-    (folder / "mbgmv_shrink_2_warp.cu").write_text(text, encoding="utf-8")
-    own = HostKernels(folder, folder / "cache")
-    for order in ORDERS:
-        assert run("mbgmv_shrink_2_warp", batch, order, own) < 1e-3, f"wrong numbers in the order {order}"
+    (folder / "mbgmv_shrink_2_warp.cu").write_text(HEAD + text, encoding="utf-8")
+    own, (x, pages, *rest) = HostKernels(folder, folder / "cache"), batch
+    for order, case, splits in itertools.product(ORDERS, (batch, (apart(x), apart(pages), *rest)), (1, 2)):
+        where = f"in the order {order}, {splits} splits, pages of {case[1].strides[0] // half} numbers"
+        assert run("mbgmv_shrink_2_warp", case, order, own, splits) < 1e-3, f"wrong numbers {where}"
 
 
 attempt(check_shared_sum, shared_sum)
-
-# %% mistake
-def leaves_early():
-    """A thread without a column goes home before the barrier, as it may in rung 2."""
-    return """
-    if (j >= adapter.rank) return;
-    float sum = 0;
-    for (int i = first + lane; i < end; i += 32) {
-        long long page = page_table[adapter.a + j * pieces + i / width];
-        sum += to_float(from[i]) * to_float(pages[page * page_stride + i % width]);
-    }
-    parts[threadIdx.x] = sum;
-    __syncthreads();  // all sums are written before one lane of each warp adds them
-    if (lane > 0) return;
-    float total = 0;
-    for (int k = 0; k < 32; k++) total += parts[threadIdx.x + k];
-    *to = total;
-}
-"""
-
-
-refused(check_shared_sum, leaves_early)
 
 # %% solution
 def solved():
@@ -432,6 +436,39 @@ def solved():
 
 
 attempt(check_shared_sum, solved)
+
+# %% mistake
+def leaves_early():
+    """A thread without a column goes home before the barrier, as it may in rung 2."""
+    return """
+    if (j >= adapter.rank) return;
+    float sum = 0;
+    for (int i = first + lane; i < end; i += 32) {
+        long long page = page_table[adapter.a + j * pieces + i / width];
+        sum += to_float(from[i]) * to_float(pages[page * page_stride + i % width]);
+    }
+    parts[threadIdx.x] = sum;
+    __syncthreads();  // all sums are written before one lane of each warp adds them
+    if (lane > 0) return;
+    float total = 0;
+    for (int k = 0; k < 32; k++) total += parts[threadIdx.x + k];
+    *to = total;
+}
+"""
+
+
+def no_stride():
+    """As if a page began where the one before ends."""
+    return solved().replace("page * page_stride", "page * width")
+
+
+def no_splits():
+    """As if a block had the whole of d_in."""
+    return solved().replace("i = first + lane", "i = lane").replace("i < end", "i < d_in")
+
+
+for mistake in (leaves_early, no_stride, no_splits):
+    refused(check_shared_sum, mistake)
 
 # %% [markdown]
 # ## What the paper adds

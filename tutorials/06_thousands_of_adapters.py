@@ -73,7 +73,8 @@ figure = Figure(figsize=(10, 3), layout="constrained")
 panels = figure.subplots(1, 3, sharey=True, sharex=True)
 for axes, (name, (steps, loads, end)) in zip(panels, runs.items(), strict=True):
     for start, work in steps:
-        for place, number in enumerate(sorted(work)):
+        for number in work:
+            place = min(number, 1)
             axes.broken_barh([(1e3 * start, 18)], (1.1 + 0.45 * place, 0.4), facecolor=DARK)
             label = "-ABC"[number]
             axes.text(1e3 * start + 9, 1.3 + 0.45 * place, label, color="white", ha="center", va="center", fontsize=7)
@@ -158,11 +159,14 @@ table(["eviction", "ahead", "loads", "adapter was there", "resident", "first tok
 #
 # - **Write** `fewest_loads(uses, places)`: how many loads a sequence of uses needs at least, when `places` adapters
 #   of equal size fit, at the start none is there, and each must be there when it is used.
-# - **Check**: against a search of all possibilities, and on a sequence of 20,000 uses against LRU.
-# - **Resources**: no search; at most a pass over the resident adapters for each load.
+# - **Check**: against a search of all possibilities; then long sequences: one that goes in circles, where the answer
+#   is known, and one of skewed popularity, against LRU.
+# - **Resources**: no search; at most a pass over the resident adapters for each load: five seconds for 200,000 uses.
 
 # %%
 from functools import cache
+
+from show import time_limit
 
 
 def fewest_loads(uses, places):
@@ -199,15 +203,18 @@ def lru_loads(uses, places):
 
 
 def check_fewest_loads(candidate):
-    """Forty small cases by search, then a large one."""
+    """Sixty short cases and ten of 150 uses by search, then two large ones."""
     rng = np.random.default_rng(5)
-    for _ in range(40):
-        uses, places = tuple(rng.integers(0, 5, 12).tolist()), int(rng.integers(1, 4))
-        assert candidate(uses, places) == by_search(uses, places), f"{uses} with {places} places"
-    uses = tuple((rng.power(0.3, 20_000) * 300).astype(int).tolist())
-    best, lru = candidate(uses, 40), lru_loads(uses, 40)
-    assert len(set(uses)) <= best <= lru
-    print(f"20,000 uses, 40 places: LRU needs {lru:,} loads, the best rule {best:,}")
+    for length, names in [(12, 5)] * 60 + [(150, 7)] * 10:
+        uses, places = tuple((rng.power(0.5, length) * names).astype(int).tolist()), int(rng.integers(1, 4))
+        got, best = candidate(uses, places), by_search(uses, places)
+        assert got == best, f"{got} loads, not {best}, for {length} uses of {names} adapters with {places} places"
+    with time_limit(5):
+        circle = candidate(tuple(range(500)) * 40, 400)
+        skewed = tuple((rng.power(0.3, 200_000) * 300).astype(int).tolist())
+        best = candidate(skewed, 40)
+    assert circle == 500 + 39 * 100, f"{circle} loads for 40 rounds of 500 adapters, of which 400 can stay"
+    print(f"200,000 uses, 40 places: LRU needs {lru_loads(skewed, 40):,} loads, the best rule {best:,}")
 
 
 attempt(check_fewest_loads, fewest_loads)
@@ -218,7 +225,21 @@ def least_recently_used(uses, places):
     return lru_loads(uses, places)
 
 
-refused(check_fewest_loads, least_recently_used)
+def looks_a_little_ahead(uses, places, ahead=12):
+    """Lets go somebody whom the next few uses do not want, if there is one."""
+    resident, loads = set(), 0
+    for at, use in enumerate(uses):
+        if use not in resident:
+            loads += 1
+            coming = uses[at : at + ahead]
+            if len(resident) == places:
+                resident.remove(max(resident, key=lambda one: coming.index(one) if one in coming else ahead))
+        resident.add(use)
+    return loads
+
+
+for mistake in (least_recently_used, looks_a_little_ahead):
+    refused(check_fewest_loads, mistake)
 
 # %% solution
 def solved(uses, places):

@@ -32,7 +32,9 @@ print("the sum           ", sum(by_rows).tolist())
 
 # %% [markdown]
 # Put a matrix cut by columns before one cut by rows (q, k, v before o; gate and up before down), and what the first
-# leaves on a shard is what the second needs there. One sum over the shards at the end, an *all-reduce*, is all.
+# leaves on a shard is what the second needs there. One sum over the shards at the end is all. It is called an
+# *all-reduce*: each shard gives an array, and each gets the sum of all. Below there will also be an *all-gather*:
+# each gives an array, and each gets all of them, side by side.
 #
 # ## Now with adapters
 # The module that computes all cuts says it in a few lines of block algebra:
@@ -190,7 +192,7 @@ from show import DARK, EDGE, LIGHT, MIDDLE
 figure = Figure(figsize=(9.5, 4.4), layout="constrained")
 axes = figure.subplots()
 axes.set_axis_off()
-axes.set(xlim=(0, 19.5), ylim=(-0.6, 9.2))
+axes.set(xlim=(0, 19.5), ylim=(0.3, 9.2))
 colours = (DARK, MIDDLE, LIGHT)
 
 
@@ -213,16 +215,17 @@ def word(left, middle, text):
 
 
 for middle, cut in ((7, "columns"), (2.4, "rows")):
-    block(0.2, middle, 2.4, 0.8, "columns" if cut == "rows" else "", "z (n x H)" if cut == "rows" else "x (n x H)")
-    word(3.0, middle, "x")
-    block(3.4, middle, 2.4, 2.4, cut, "W (H x H)")
+    block(0.2, middle, 2.4, 0.8, "columns" if cut == "rows" else "", "z (n × H)" if cut == "rows" else "x (n × H)")
+    word(3.0, middle, "×")
+    block(3.4, middle, 2.4, 2.4, cut, "W (H × H)")
     word(6.2, middle, "+")
     block(6.6, middle, 2.4, 0.8, "columns" if cut == "rows" else "", "z" if cut == "rows" else "x")
-    word(9.4, middle, "x")
-    block(9.8, middle, 0.9, 2.4, cut, "A (H x r)")
-    word(12.1, middle, "all-gather\nn x r" if cut == "columns" else "all-reduce\nn x r")
-    block(13.6, middle, 2.4, 0.6, "columns", "B (r x H)")
-    result = "each shard has\nits columns" if cut == "columns" else "all-reduce\nn x H\n(the base's own)"
+    word(9.4, middle, "×")
+    block(9.8, middle, 0.9, 2.4, cut, "A (H × r)")
+    word(12.1, middle, "all-gather\nn × r\n→" if cut == "columns" else "all-reduce\nn × r\n→")
+    word(13.2, middle, "×")
+    block(13.6, middle, 2.4, 0.6, "columns", "B (r × H)")
+    result = "each shard has\nits columns" if cut == "columns" else "all-reduce\nn × H\n(the base's own)"
     word(17.9, middle, result)
 axes.text(0.2, 8.8, "cut by columns (q, k, v, gate, up)", fontsize=10, fontweight="bold")
 axes.text(0.2, 4.2, "cut by rows (o, down)", fontsize=10, fontweight="bold")
@@ -238,9 +241,11 @@ Picture(figure, "08_shards", "How W, A and B are cut over three shards, and the 
 # %% [markdown]
 # ## Exercise
 # - **Write** `adapter_part(a, b, by_rows, shard)`: the blocks of A `[d_in, r]` and B `[r, d_out]` that a shard holds
-#   (`shard.part(n)` is its slice of n things), for a projection that is cut by rows or by columns.
-# - **Check**: with the messages of the picture, the result is that of one shard, on 1, 2 and 4 shards.
-# - **Resources**: no number is stored twice: over all shards, as many as A and B have.
+#   (`shard.part(n)` is its slice of n things, if they divide by `shard.count`), for a projection that is cut by rows
+#   or by columns. A rank need not divide: it is rounded up, and the columns that are too many are zeros.
+# - **Check**: with the messages of the picture, the result is that of one shard, on 1, 2, 3 and 4 shards, at ranks 4
+#   and 5. As in the server, all shards have blocks of one shape.
+# - **Resources**: no number is stored twice: over all shards, as many as A and B have, and the zeros.
 
 # %%
 import itertools
@@ -254,29 +259,32 @@ def adapter_part(a, b, by_rows, shard):
 
 
 def check_adapter_part(candidate):
-    """Both kinds of projection, on 1, 2 and 4 shards."""
+    """Both kinds of projection, of 12 inputs and 24 outputs."""
     rng = np.random.default_rng(6)
-    x, w, a, b = (rng.standard_normal(shape) for shape in ((3, 8), (8, 12), (8, 4), (4, 12)))
+    x, w = rng.standard_normal((3, 12)), rng.standard_normal((12, 24))
 
-    def project(communicator, by_rows):
+    def project(communicator, a, b, by_rows):
         shard = communicator.shard
         a_part, b_part = candidate(a, b, by_rows, shard)
-        inputs, outputs = shard.part(8), shard.part(12)
+        inputs, outputs = shard.part(12), shard.part(24)
         if by_rows:
             y = x[:, inputs] @ w[inputs]
             y[:, outputs] += communicator.all_reduce(x[:, inputs] @ a_part) @ b_part
             y = communicator.all_reduce(y)
         else:
-            t = np.concatenate(communicator.all_gather(x @ a_part), axis=1)
+            t = np.concatenate(communicator.all_gather(x @ a_part), axis=1)[:, : len(b)]
             y = np.concatenate(communicator.all_gather(x @ w[:, outputs] + t @ b_part), axis=1)
         return y
 
-    for count, by_rows in itertools.product((1, 2, 4), (False, True)):
+    for rank, count, by_rows in itertools.product((4, 5), (1, 2, 3, 4), (False, True)):
+        a, b = rng.standard_normal((12, rank)), rng.standard_normal((rank, 24))
+        where = f"at rank {rank} on {count} shards, cut by {'rows' if by_rows else 'columns'}"
         parts = [candidate(a, b, by_rows, Shard(index, count)) for index in range(count)]
-        stored = sum(part.size for pair in parts for part in pair)
-        assert stored == a.size + b.size, f"{count} shards hold {stored} numbers, A and B have {a.size + b.size}"
-        results, _ = on_shards(count, partial(project, by_rows=by_rows))
-        assert all(np.allclose(y, x @ (w + a @ b)) for y in results), f"wrong on {count} shards"
+        assert len({(a_part.shape, b_part.shape) for a_part, b_part in parts}) == 1, f"blocks of several shapes {where}"
+        held, zeros = sum(part.size for pair in parts for part in pair), 0 if by_rows else 12 * (-rank % count)
+        assert held == a.size + b.size + zeros, f"{held} numbers are held {where}, {a.size + b.size + zeros} are enough"
+        results, _ = on_shards(count, partial(project, a=a, b=b, by_rows=by_rows))
+        assert all(np.allclose(y, x @ (w + a @ b)) for y in results), f"wrong {where}"
 
 
 attempt(check_adapter_part, adapter_part)
@@ -287,12 +295,24 @@ def whole_a_everywhere(a, b, by_rows, shard):
     return a, b[:, shard.part(b.shape[1])]
 
 
-refused(check_adapter_part, whole_a_everywhere)
+def as_if_ranks_divide(a, b, by_rows, shard):
+    """So many columns a shard, and what is left over is nobody's."""
+    each = a.shape[1] // shard.count
+    a_part = a[shard.part(len(a))] if by_rows else a[:, shard.index * each : (shard.index + 1) * each]
+    return a_part, b[:, shard.part(b.shape[1])]
+
+
+for mistake in (whole_a_everywhere, as_if_ranks_divide):
+    refused(check_adapter_part, mistake)
 
 # %% solution
 def solved(a, b, by_rows, shard):
     """B by columns in both cases; A along its rank, or with the rows of W."""
-    a_part = a[shard.part(len(a))] if by_rows else a[:, shard.part(a.shape[1])]
+    if by_rows:
+        a_part = a[shard.part(len(a))]
+    else:
+        rounded = np.pad(a, ((0, 0), (0, -a.shape[1] % shard.count)))
+        a_part = rounded[:, shard.part(rounded.shape[1])]
     return a_part, b[:, shard.part(b.shape[1])]
 
 

@@ -23,6 +23,7 @@ from show import ROOT, Picture, attempt, refused, source, table
 
 from slora_ref.bench.decode import DecodeCase, DecodeOptions
 from slora_ref.bench.decode.cases import BYTES_PER_S
+from slora_ref.synthetic import AdapterKind
 
 options = DecodeOptions()
 
@@ -144,15 +145,16 @@ def floor_ms(hidden, ffn, layers, vocab, batch, ranks, context):
 
 
 def check_floor_ms(candidate):
-    """Two models, several batches."""
+    """Two models, several batches, ranks of 64 and 8."""
+    kind = AdapterKind(ranks=(64, 8))
     for model in ("llama-7b", "llama-13b"):
         for batch, adapters in ((1, 0), (64, 1), (64, 64), (128, 32)):
-            [case] = DecodeOptions(model=model, batches=(batch,), adapters=(adapters,)).cases()
+            [case] = DecodeOptions(model=model, batches=(batch,), adapters=(adapters,), kind=kind).cases()
             config, ranks = case.config, [case.kind.ranks[i % len(case.kind.ranks)] for i in range(adapters)]
             sizes = config.hidden_size, config.intermediate_size, config.num_layers, config.vocab_size
             got, want = candidate(*sizes, batch, ranks, case.context), case.floor_ms(700.0)
             where = f"{model}, {batch} requests, {adapters} adapters"
-            assert abs(got - want) < 0.01 * want, f"{where}: {got:.3f}, not {want:.3f}"
+            assert abs(got - want) < 1e-6 * want, f"{where}: {got:.5f}, not {want:.5f}"
 
 
 attempt(check_floor_ms, floor_ms)

@@ -230,11 +230,15 @@ def check_block_keys(candidate):
         candidate(text, 4, 8),
         candidate(text, -1, 8),
         candidate([7, *text[1:]], 3, 8),
-        candidate([1, 23, *text[2:]], 3, 8),
+        candidate([1, 23, *text[2:]], 3, 8),  # these differ in where one number ends and the next begins,
         candidate([12, 3, *text[2:]], 3, 8),
+        candidate([1, *text[1:]], 23, 8),  # here between the adapter and the first token,
+        candidate([31, *text[1:]], 2, 8),
         keys,
     ]
-    assert len({key for some in others for key in some}) == 30, "a key is shared that must not be"
+    assert len({key for some in others for key in some}) == 5 * len(others), "a key is shared that must not be"
+    border = [candidate([*text[:7], *pair, *text[9:]], 3, 8)[1:] for pair in ((1, 23), (12, 3), (123, 3), (1, 233))]
+    assert len({key for some in border for key in some}) == 4 * 4, "a key is shared across a border of blocks"
     Looked.looks = 0
     candidate(Looked(range(10_000)), 0, 16)
     assert Looked.looks <= 10_000, f"{Looked.looks} looks at 10,000 tokens"
@@ -243,18 +247,28 @@ def check_block_keys(candidate):
 attempt(check_block_keys, block_keys)
 
 # %% mistake
+import hashlib
+
+
 def text_alone(tokens, adapter_id, block):
     """The key looks at the text, and at all of it, for each block."""
     ends = range(block, len(tokens) + 1, block)
     return [str(hash(tuple(tokens[:end]))).encode() for end in ends]
 
 
-refused(check_block_keys, text_alone)
+def runs_together(tokens, adapter_id, block):
+    """A chain, but the numbers of one block run into those of the next: 1 and 23 are 12 and 3."""
+    running, keys = hashlib.sha256(f"{adapter_id}:".encode()), []
+    for start in range(0, len(tokens) // block * block, block):
+        running.update(",".join(map(str, tokens[start : start + block])).encode())
+        keys.append(running.digest())
+    return keys
+
+
+for mistake in (text_alone, runs_together):
+    refused(check_block_keys, mistake)
 
 # %% solution
-import hashlib
-
-
 def solved(tokens, adapter_id, block):
     """A chain: each key is made of the one before and of its own tokens; it begins with the adapter's version."""
     key, keys = hashlib.sha256(f"adapter {adapter_id}".encode()).digest(), []

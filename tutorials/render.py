@@ -22,7 +22,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 INDEX, BEGIN, END = FOLDER / "README.md", "<!-- begin chapters -->\n", "<!-- end chapters -->"
-FOLDED = {"mistake": "A mistake, and what the check says of it", "solution": "A solution"}
+FOLDED = {"mistake": "Mistakes, and what the check says of them", "solution": "A solution"}
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 

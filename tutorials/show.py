@@ -6,12 +6,14 @@ chapter and draws nothing itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import io
 import re
+import signal
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,26 @@ def refused(check: Callable[[Any], None], mistake: Any) -> None:
         print(f"{mistake.__name__}: refused, {error}")
     else:
         raise AssertionError(f"the check accepts {mistake.__name__}")
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupts what runs within it after so many seconds; a limit is far above what a good solution takes.
+
+    Raises:
+        TimeoutError: it was not done.
+    """
+
+    def too_late(signum: int, frame: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
