@@ -61,9 +61,9 @@ def dead_links(page: Path, text: str) -> list[str]:
 
 
 def dead_paths(text: str) -> set[str]:
-    """Files of the repository that are named and not there."""
-    named = set(re.findall(r"`((?:slora_ref|tests|tutorials|kernels_cu)/[\w./-]*)`", text))
-    return {path for path in named if not (ROOT / path).exists()}
+    """Files and folders that are named and not there; the package's and the tutorials' by short names too."""
+    named = set(re.findall(r"`((?:slora_ref|tests|tutorials|kernels_cu)/[\w./-]*|[\w/]+(?:\.py|/))`", text))
+    return {path for path in named if not any((at / path).exists() for at in (ROOT, ROOT / "slora_ref", FOLDER))}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,9 +74,9 @@ def test_no_link_is_dead(page: Path) -> None:
 
 
 def test_a_dead_link_is_seen() -> None:
-    text = "[a](none.md) [b](README.md#nowhere) [c](README.md) `slora_ref/none.py`\n```\n[d](none)\n```\n"
+    text = "[a](none.md) [b](README.md#nowhere) [c](README.md) `slora_ref/no.py` `store/` `no/`\n```\n[d](none)\n```\n"
     assert dead_links(FOLDER / "README.md", text) == ["none.md", "README.md#nowhere"]
-    assert dead_paths(text) == {"slora_ref/none.py"}
+    assert dead_paths(text) == {"slora_ref/no.py", "no/"}
 
 
 def test_every_picture_belongs_to_a_page() -> None:

@@ -113,7 +113,8 @@ work = arrange(step.work)
 batch = Batch.build(work, pool)
 for name in ("token_ids", "positions", "k_pages", "v_pages"):
     print(f"{name:10}", getattr(batch, name).tolist())
-print("segments  ", [(int(a), int(s), int(n)) for a, s, n in zip(*vars(batch.segments).values(), strict=True)])
+for adapter, start, length in zip(*vars(batch.segments).values(), strict=True):
+    print(f"segment: the adapter in slot {adapter} has {length} rows, from row {start} on")
 
 # %% [markdown]
 # ### Step 6: the model runs (`model.py`, `ops/`, `rope.py`)
@@ -127,8 +128,9 @@ from slora_ref.model import LlamaModel
 source(LlamaModel._attention, LlamaModel._add_lora)
 
 # %% [markdown]
-# ### Step 7: logits become a token (`executor.py`, `sampler.py`)
-# The executor hides *where* a step runs. Only the last row of the prompt asks for a token.
+# ### Step 7: logits become a token (`executor/`, `sampler.py`)
+# The executor hides *where* a step runs. Only the last row of the prompt asks for a token. A step in which a prompt
+# is computed, all of its rows at once, is called *prefill*.
 
 # %%
 scheduler.commit(step)
@@ -138,8 +140,9 @@ print(f"token {sequence.tokens[-1]} is {tokenizer.decode(sequence.output_ids)!r}
 
 # %% [markdown]
 # ### Step 8: again, until it ends (`engine/loop.py`)
-# From now on each step computes one row, the token that was just made. The whole of serving is this loop. At the end
-# the pages of keys and values are free again; the adapter's stay, idle, until somebody wants them.
+# From now on each step computes one row, the token that was just made: *decode*. (A *decode step* is one in which all
+# requests are so far.) The whole of serving is this loop. At the end the pages of keys and values are free again; the
+# adapter's stay, idle, until somebody wants them.
 
 # %%
 from slora_ref.pager.census import page_owners

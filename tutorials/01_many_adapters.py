@@ -173,10 +173,10 @@ Picture(figure, "01_many_adapters", "Bytes moved in a decode step against the nu
 # A GPU holds 64 copies of a 7B model in no case, so the upper lines are also a fiction of memory. And they assume
 # that requests of all adapters are there at the same time: if all traffic goes to one adapter, merging is right.
 #
-# Nor are bytes the whole of a step's time. In the authors' own results two merged copies side by side, each in a vLLM
-# of its own, are still *ahead* of S-LoRA (chapter 9): that is another server with faster kernels, and S-LoRA pays for
-# launching its small kernels, whatever they read. The lines say which way things go when n grows, not where two
-# programs cross.
+# Nor are bytes all that counts. In the authors' own results (chapter 9) two merged copies side by side, each in a
+# server of its own, get more done than one, and more than S-LoRA with two adapters. So none of the three was reading
+# all the time: there were pauses, which a second server could fill. The lines say where things go when n grows, not
+# where two programs cross.
 #
 # ## Exercise
 # - **Write** `forward(x, W, adapters, which)`: y for a batch in which row i uses `adapters[which[i]]`, a triple (A,

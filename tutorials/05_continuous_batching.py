@@ -125,7 +125,7 @@ source(Scheduler.schedule, Scheduler._pick_rows)
 
 # %% [markdown]
 # ## Long prompts
-# A prompt of 120 tokens is a step as long as several. Who is being answered meanwhile sees his text stall. Three
+# A prompt of 120 tokens makes a step as long as several. Who is being answered meanwhile sees his text stall. Three
 # ways: prefill in steps of its own (the paper's); whole prompts beside decoding; prompts cut into pieces, so that no
 # step has more than so many rows (chunked prefill, Sarathi 2023). What the longest pause between two tokens of a
 # running answer is, and when the long prompt's own first token comes:

@@ -304,7 +304,7 @@ attempt(check_plan, solved)
 #   with the 13B model, LCFS's satisfaction is even slightly above abort's in the calmest cells.
 # - Clustering hardly changes throughput (3 to 8 %), as the paper says, but the share of first tokens in time changes
 #   a lot: without it (d = 32) it is much lower than with any d up to 8 in most loaded cells, 0.28 against about 0.5
-#   for S4. Which d matters little.
+#   for the 13B model. Which d matters little.
 # - The code differs from the text (`OriginalEarlyAbort`, `OriginalAdapterClusters` in `slora_ref/policy/`): 0.5 s
 #   stand for the estimated prefill, both averages are cut to whole numbers, and d is a wish: what is left over is
 #   filled with anybody.

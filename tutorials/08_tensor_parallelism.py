@@ -47,9 +47,9 @@ from slora_ref.tp import split
 Markdown("From [slora_ref/tp/split.py](../slora_ref/tp/split.py):\n```text\n" + split.__doc__.strip() + "\n```")
 
 # %% [markdown]
-# The point is in the last two paragraphs. Whatever is sent for an adapter has as many numbers as its *rank*, never as
-# the hidden size. And for o the result needs no message of its own: it is added into the partial sum that the base
-# model's all-reduce sends anyway.
+# The point is in the two paragraphs about LoRA. Whatever is sent for an adapter has as many numbers as its *rank*,
+# never as the hidden size. And for o the result needs no message of its own: it is added into the partial sum that
+# the base model's all-reduce sends anyway.
 #
 # Let us do it, with two shards as threads, for a projection that is cut by columns (q) and one cut by rows (o). A
 # communicator counts what it sends.
@@ -107,7 +107,8 @@ source(LlamaModel._add_lora, LlamaModel._from_all_shards)
 # All page tables are equal on all shards: a page id names a page of *each* shard's pool, which holds that shard's
 # part of a key or of a vector of A or B. So there is one allocator, one scheduler, one decision. A rank that N does
 # not divide is rounded up, with zeros. Here the toy model with adapters of several ranks, on 2 and on 4 shards. (It
-# has two key heads: with four shards, two share a head, the only thing that is ever stored twice.)
+# has two key heads: with four shards, two share a head, the only thing that is ever stored twice.) Pages get narrower
+# with the key heads of a shard: as many pages of half the width are half the bytes.
 
 # %%
 from slora_ref.adapter import load_adapter, read_header
@@ -324,7 +325,7 @@ attempt(check_adapter_part, solved)
 # when they are small, and there are more of them: q, k and v are gathered one by one in the authors' code (here
 # together), and o's all-reduce comes on top, in each layer. The bars of the paper's figure 8, read off their script:
 # with 30B on four A100 and 100 adapters, 2.73 requests a second, 3.42 if the adapters' messages are left out, 5.12
-# for the base model alone. So the messages cost a fifth of the throughput, and the adapters altogether nearly half.
-# Their code also needs a number of shards that is a power of two and ranks that it divides; rounding a rank up, with
-# zeros, does away with both.
+# for the base model alone (chapter 9 replays them). So the messages cost a fifth of the throughput, and the adapters
+# altogether nearly half. Their code also needs a number of shards that is a power of two and ranks that it divides;
+# rounding a rank up, with zeros, does away with both.
 

@@ -31,7 +31,9 @@ from slora_ref.paper.theirs import table as theirs
 
 run = Run(setting="S2", gpu="a10g", adapters=200, rate=2.0)
 trace = run.arrivals()
-print(f"{len(trace)} requests, the last after {trace[-1].time:.0f} s; the first: {trace[0]}")
+first = trace[0]
+print(f"{len(trace)} requests in {trace[-1].time:.0f} s; the first after {first.time:.2f} s, of adapter")
+print(f"{first.adapter}, with a prompt of {first.prompt} tokens and an answer of {first.output}")
 ours = play(run, fitted_constants())
 row = theirs("fig5_s2_a10g")[-1]
 print(f"throughput: replayed {ours.throughput:.2f}, the authors' {row['S-LoRA thr']} requests/s")
@@ -51,16 +53,22 @@ source(Roofline.seconds, Roofline.gpu_seconds)
 
 # %% [markdown]
 # The rates are those of the data sheets times a few constants, one set for all GPUs, models and systems. They were
-# fitted on five runs, which are left out of all statistics. Nothing about scheduling was fitted: it is the code that
-# it is.
+# fitted on five runs (those of collectives on two more), which are left out of all statistics. Nothing about
+# scheduling was fitted: it is the code that it is.
 
 # %%
-from slora_ref.paper.points import FITTED_RUNS
+import re
 
-for name, value in vars(fitted_constants()).items():
-    print(f"{name:20} {value:.3g}")
+from slora_ref.paper.points import FITTED_RUNS
+from slora_ref.simulate.roofline import Constants
+
 for fitted in FITTED_RUNS:
     print(f"fitted on: {fitted.setting} {fitted.gpu}, {fitted.adapters} adapters, {fitted.rate:g} requests/s")
+rows = []
+for names, meaning in re.findall(r"^ {8}([\w, ]+): (.+(?:\n {12}.+)*)", Constants.__doc__, re.MULTILINE):
+    values = ", ".join(f"{getattr(fitted_constants(), name):.3g}" for name in names.split(", "))
+    rows.append((names, values, " ".join(meaning.split())))
+table(["constant", "fitted", "what it is (bmm: the baseline that pads)"], rows)
 
 # %% [markdown]
 # ## Is it any good?
