@@ -95,38 +95,53 @@ class LlamaModel:
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
     ) -> Float[Array, "rows hidden"]:
         config, ops, pages = self.config, self.ops, self.pool.storage[layer]
-        qkv = ops.linear(x, weights.qkv, weights.qkv_bias)  # this shard's heads
-        self._add_lora(qkv, x, batch, layer, QKV, (config.q_width, config.kv_width, config.kv_width))
+        widths = (config.q_width, config.kv_width, config.kv_width)  # of this shard's heads
+        qkv = self._project(x, weights.qkv, weights.qkv_bias, batch, layer, QKV, widths)
         q = ops.rope_store(qkv, pages, self._cos, self._sin, batch.positions, batch.k_pages, batch.v_pages)
         mixed = ops.attention(q, pages, self.pool.sequence_pages, batch.spans)
-        out = ops.linear(mixed, weights.o, weights.o_bias)  # a part of the sum over all heads
-        self._add_lora(out[:, self._own], mixed, batch, layer, O, (self._own.stop - self._own.start,))
-        return self.communicator.all_reduce(out)
+        part = self._project(mixed, weights.o, weights.o_bias, batch, layer, O)  # of the sum over all heads
+        return self.communicator.all_reduce(part)
 
     def _feed_forward(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
     ) -> Float[Array, "rows hidden"]:
-        ops, ffn = self.ops, self.config.intermediate_size
-        gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)
-        self._add_lora(gate_up, x, batch, layer, GATE_UP, (ffn, ffn))
-        inner = ops.silu_mul(gate_up)
-        out = ops.linear(inner, weights.down, weights.down_bias)
-        self._add_lora(out[:, self._own], inner, batch, layer, DOWN, (self._own.stop - self._own.start,))
-        return self.communicator.all_reduce(out)
+        ffn = self.config.intermediate_size
+        gate_up = self._project(x, weights.gate_up, weights.gate_up_bias, batch, layer, GATE_UP, (ffn, ffn))
+        part = self._project(self.ops.silu_mul(gate_up), weights.down, weights.down_bias, batch, layer, DOWN)
+        return self.communicator.all_reduce(part)
 
-    def _add_lora(
+    def _project(
         self,
-        y: Float[Array, "rows d_outs"],
         x: Float[Array, "rows d_in"],
+        weight: Float[Array, "d_out d_in"],
+        bias: Float[Array, " d_out"] | None,
         batch: Batch,
         layer: int,
         group: LoraGroup,
-        d_outs: tuple[int, ...],
-    ) -> None:
-        """y += s (xA) B for the targets of a group, in place. Of o and down, y is this shard's columns of the sum."""
-        tables, pages = self.pool.adapters, self.pool.storage[layer]
-        t = self._from_all_shards(self.ops.lora_shrink(x, pages, tables, batch.segments, group, layer), batch, group)
-        self.ops.lora_expand(y, t, pages, tables, batch.segments, group, layer, d_outs)
+        d_outs: tuple[int, ...] | None = None,
+    ) -> Float[Array, "rows d_out"]:
+        """xW + s (xA) B for the targets of a group.
+
+        Where the model is split, xA and its message go beside xW: the message is small, and what it takes is the time
+        until all shards have come to it.
+
+        Args:
+            d_outs: columns of each target; None: one target, whose B is added to this shard's columns of the sum.
+        """
+        ops, pages, tables = self.ops, self.pool.storage[layer], self.pool.adapters
+        place = (pages, tables, batch.segments, group, layer)
+        if self.communicator.shard.count == 1:
+            y, t = ops.linear(x, weight, bias), ops.lora_shrink(x, *place)
+        else:
+            with ops.branch():
+                t = self._from_all_shards(ops.lora_shrink(x, *place), batch, group)
+            y = ops.linear(x, weight, bias)
+            ops.join()
+        if d_outs is None:
+            ops.lora_expand(y[:, self._own], t, *place, (self._own.stop - self._own.start,))
+        else:
+            ops.lora_expand(y, t, *place, d_outs)
+        return y
 
     def _from_all_shards(self, t: Float[Array, " ..."], batch: Batch, group: LoraGroup) -> Float[Array, " ..."]:
         """xA, of which each shard has computed a part of the sum (o, down), or else some of the columns."""

@@ -118,14 +118,14 @@ for adapter, start, length in zip(*vars(batch.segments).values(), strict=True):
 
 # %% [markdown]
 # ### Step 6: the model runs (`model.py`, `ops/`, `rope.py`)
-# The base product is one matrix product for all rows. Beside it, `_add_lora` adds each row's own adapter, read from
-# the pool's pages. Keys and values are read from the same pages. (`communicator` and `_own` are for a model that is
-# split over several workers; this one is whole, and then they do nothing.)
+# The base product is one matrix product for all rows. Beside it, `_project` adds each row's own adapter, read from
+# the pool's pages. Keys and values are read from the same pages. (`communicator`, the branch and `_own` are for a
+# model that is split over several workers; this one is whole.)
 
 # %% listing
 from slora_ref.model import LlamaModel
 
-source(LlamaModel._attention, LlamaModel._add_lora)
+source(LlamaModel._attention, LlamaModel._project)
 
 # %% [markdown]
 # ### Step 7: logits become a token (`executor/`, `sampler.py`)

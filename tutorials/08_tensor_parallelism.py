@@ -95,13 +95,14 @@ print("calls of a shard:", communicators[0].counts.calls)
 
 # %% [markdown]
 # ## The real thing
-# The model's own code is the same. Of o and down, `y` is this shard's columns of the sum. A model that is not split
-# has a communicator as well, which sends nothing.
+# The model's own code does the same. Of o and down, this shard's columns of the sum are what B is added to. A message
+# takes time, but hardly any work; so on a GPU x A and its message run on a branch (a second stream) beside x W, and
+# `join` waits for them. A model that is not split has a communicator as well, which sends nothing.
 
 # %% listing
 from slora_ref.model import LlamaModel
 
-source(LlamaModel._add_lora, LlamaModel._from_all_shards)
+source(LlamaModel._project, LlamaModel._from_all_shards)
 
 # %% [markdown]
 # All page tables are equal on all shards: a page id names a page of *each* shard's pool, which holds that shard's

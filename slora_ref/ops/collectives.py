@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from slora_ref.ops.kernel_backend import KernelBackend
-from slora_ref.ops.tape import Part
+from slora_ref.ops.tape import Part, Work
 from slora_ref.shapes import Array, Shaped
 from slora_ref.tp.communicator import Communicator, Purpose
 
@@ -27,7 +27,7 @@ class StepCommunicator(Communicator):
     def all_reduce(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, " *dims"]:
         """As Communicator's; each repetition adds up what x holds then."""
         if self.shard.count > 1 and x.size:
-            self._ops.do(PARTS[purpose], partial(self._inner.reduce_in_place, x, purpose))
+            self._do(partial(self._inner.reduce_in_place, x, purpose), purpose)
         return x
 
     def all_gather(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, "shards ..."]:
@@ -36,8 +36,11 @@ class StepCommunicator(Communicator):
             return x[None]
         gathered = self._ops.empty(f"gathered_{x.ndim}", (self.shard.count, *x.shape), x.dtype)
         if x.size:
-            self._ops.do(PARTS[purpose], partial(self._inner.gather_into, x, gathered, purpose))
+            self._do(partial(self._inner.gather_into, x, gathered, purpose), purpose)
         return gathered
+
+    def _do(self, move: Work, purpose: Purpose) -> None:
+        self._ops.do(PARTS[purpose], self._ops.from_here(move))
 
     def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
         raise AssertionError("the inner communicator moves the arrays")

@@ -70,6 +70,8 @@ class CudaOps(KernelOps):
         self.kernels, self.cublas = kernels or CudaKernels(), Cublas()
         self.cublas.use_current_stream()
         self.stream, self.side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+        self.branch_stream = cupy.cuda.Stream(non_blocking=True)
+        self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self._memory: dict[tuple[str, str], Any] = {}
         self._zero_rows = cupy.zeros(0, np.int32)
 
@@ -144,6 +146,40 @@ class CudaOps(KernelOps):
         stream, kind = cupy.cuda.get_current_stream(), cupy.cuda.runtime.memcpyDeviceToHost
         cupy.cuda.runtime.memcpyAsync(to.ctypes.data, _address(array), to.nbytes, kind, stream.ptr)
         stream.synchronize()
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""
+        self.do("branch", self._fork)
+        self.branch_stream.use()
+        try:
+            yield
+        finally:
+            self.stream.use()
+
+    def join(self) -> None:
+        """The main stream waits for the branch's."""
+        self.do("branch", self._join)
+
+    def _fork(self) -> None:
+        self._forked.record(self.stream)
+        self.branch_stream.wait_event(self._forked)
+
+    def _join(self) -> None:
+        self._joined.record(self.branch_stream)
+        self.stream.wait_event(self._joined)
+
+    def from_here(self, work: Work) -> Work:
+        """On the stream that is current now."""
+        stream = cupy.cuda.get_current_stream()
+        if stream == self.stream:
+            return work
+
+        def run() -> None:
+            with stream:
+                work()
+
+        return run
 
     @contextmanager
     def beside(self) -> Iterator[Passed]:

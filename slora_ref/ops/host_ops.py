@@ -110,6 +110,20 @@ class HostOps(KernelOps):
         to[...] = array
 
     @contextmanager
+    def branch(self) -> Iterator[None]:
+        """One after the other, as everything is here; the tape shows where the branch begins."""
+        self.do("branch", _nothing)
+        yield
+
+    def join(self) -> None:
+        """The tape shows where it ends."""
+        self.do("branch", _nothing)
+
+    def from_here(self, work: Work) -> Work:
+        """There is one place."""
+        return work
+
+    @contextmanager
     def beside(self) -> Iterator[Done]:
         """At once."""
         yield Done()
@@ -151,3 +165,7 @@ class HostOps(KernelOps):
 
         self.do("gemm", multiply)
         return out
+
+
+def _nothing() -> None:
+    """There is no stream to wait for."""

@@ -20,6 +20,10 @@ from slora_ref.ops.tables import Segments, Spans
 from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
 from slora_ref.shapes import Array
 
+ALONE = ("lora_lookup", "branch")
+"""Behind these no kernel starts early: what the first wrote is read before all else, and an early start would wait for
+the kernel before it in its own branch alone."""
+
 
 @dataclass(frozen=True)
 class LoraStep(Segments):
@@ -102,7 +106,7 @@ class KernelBackend(ABC):
         self.dtype = np.dtype(dtype)
         self.rungs = dict(rungs or {})
         self._tape: Tape | None = None
-        self._last = ""  # operation launched
+        self._last = ""  # operation launched, or part of what was done else
 
     @abstractmethod
     def prepare(self, launch: Launch) -> Work:
@@ -153,6 +157,18 @@ class KernelBackend(ABC):
         """Copies from the device and waits for it: the one place in a step where the host waits."""
 
     @abstractmethod
+    def branch(self) -> AbstractContextManager[None]:
+        """What is done within may run beside what is done after it, up to `join`; it waits for all that came before."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What is done from here on waits for the branch."""
+
+    @abstractmethod
+    def from_here(self, work: Work) -> Work:
+        """The same work, which goes where work goes now, in or beside a branch, whenever it is done."""
+
+    @abstractmethod
     def beside(self) -> AbstractContextManager[Ticket]:
         """Work within goes beside the steps to come, and after all that was started before."""
 
@@ -162,6 +178,7 @@ class KernelBackend(ABC):
         """Does a piece of a step's work, and keeps it if somebody records."""
         if self._tape is not None:
             self._tape.work.append((part, work))
+        self._last = part
         work()
 
     @contextmanager
@@ -180,6 +197,6 @@ class KernelBackend(ABC):
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
         launch = make_launch(kernel, kind, arguments)
-        early = launch.after_start and self._last != "lora_lookup"  # whose result is read before all else
-        self._last = operation
+        early = launch.after_start and self._last not in ALONE
         self.do(part_of(operation), self.prepare(replace(launch, after_start=early)))
+        self._last = operation

@@ -7,6 +7,8 @@ an oracle).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,14 @@ class NumpyOps:
         gathered = self._buffer[: count * width].reshape(count, width)
         pages.take(table[start : start + count], axis=0, out=gathered, mode="clip")  # other modes copy twice
         return gathered
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """What is done within may run beside what is done after it, up to `join`: not here, one thing at a time."""
+        yield
+
+    def join(self) -> None:
+        """What is done from here on waits for the branch."""
 
     def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """The embedding rows of `ids`."""

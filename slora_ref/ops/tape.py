@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Work = Callable[[], None]
-Part = Literal["gemm", "lora", "attention", "communication", "lora_communication", "rest"]  # of a step's time
+Part = Literal["gemm", "lora", "attention", "communication", "lora_communication", "rest", "branch"]
+"""Of a step's time; but a branch's beginning and end take none."""
 
 
 def part_of(operation: str) -> Part:
@@ -35,8 +36,10 @@ class Tape:
             work()
 
     def only(self, *parts: Part) -> Tape:
-        """The work of some parts, for a measurement: its results mean nothing."""
-        return Tape([(part, work) for part, work in self.work if part in parts])
+        """The work of some parts, in or beside a branch as it was, for a measurement: its results mean nothing."""
+        if not any(part in parts for part, _ in self.work):
+            return Tape()
+        return Tape([(part, work) for part, work in self.work if part in (*parts, "branch")])
 
 
 class Graph(ABC):
