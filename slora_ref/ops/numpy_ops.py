@@ -7,19 +7,18 @@ an oracle).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from slora_ref.ops.attend import attend
+from slora_ref.ops.branches import NoBranches
 from slora_ref.ops.join import join_ranks
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments, Spans
 from slora_ref.shapes import Array, Float, Int, Shaped
 
 
-class NumpyOps:
+class NumpyOps(NoBranches):
     """The CPU backend: a dtype, and a buffer for gathered weights."""
 
     def __init__(self, dtype: Any = np.float32) -> None:
@@ -40,14 +39,6 @@ class NumpyOps:
         gathered = self._buffer[: count * width].reshape(count, width)
         pages.take(table[start : start + count], axis=0, out=gathered, mode="clip")  # other modes copy twice
         return gathered
-
-    @contextmanager
-    def branch(self) -> Iterator[None]:
-        """What is done within may run beside what is done after it, up to `join`: not here, one thing at a time."""
-        yield
-
-    def join(self) -> None:
-        """What is done from here on waits for the branch."""
 
     def embed(self, weight: Float[Array, "vocab_rows hidden"], ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """The embedding rows of `ids`."""
