@@ -23,7 +23,8 @@ class Batch:
     """The index arrays of one step.
 
     Args:
-        token_ids, positions: [rows] token and place in its sequence.
+        token_ids, positions: [rows] token and place in its sequence; a token below 0 is a placeholder: -1 - i for the
+            i-th sample of the step before.
         k_pages, v_pages: [rows] pages that receive the row's key and value; -1: do not store.
         segments: rows by adapter.
         spans: rows by sequence.

@@ -114,7 +114,9 @@ class Sequence:
         request: what was asked.
         adapter_id: the version of the adapter that this request is bound to, or BASE_MODEL.
         seed: of its sampling noise.
-        tokens: the prompt, then what was generated.
+        tokens: the prompt, then what was generated. The last may be placeholders of tokens that a step is still
+            sampling: negative, -1 - i for the i-th sample of its step.
+        unread: how many of them are placeholders.
         computed: how many of the tokens have keys and values in pages.
         slot: sequence slot in the pool while running.
         prompt_length: tokens of the prompt.
@@ -126,6 +128,7 @@ class Sequence:
     adapter_id: int
     seed: int
     tokens: list[int] = field(default_factory=list)
+    unread: int = 0
     computed: int = 0
     slot: int | None = None
     finish_reason: FinishReason | None = None
@@ -152,6 +155,21 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[self.prompt_length :]
+
+    def expect(self, sample: int) -> None:
+        """The step that was started last samples its next token, as its sample number `sample`."""
+        self.tokens.append(-1 - sample)
+        self.unread += 1
+
+    def receive(self, token: int) -> None:
+        """The first token that was expected has been read."""
+        self.tokens[-self.unread] = token
+        self.unread -= 1
+
+    def expect_nothing(self) -> None:
+        """It has ended: what is still being sampled for it will be dropped."""
+        del self.tokens[len(self.tokens) - self.unread :]
+        self.unread = 0
 
     @property
     def uncomputed(self) -> int:

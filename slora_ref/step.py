@@ -21,6 +21,11 @@ class Work:
         return self.start + self.count == len(self.sequence.tokens)
 
     @property
+    def reads_logits(self) -> bool:
+        """Whether its request reads logits themselves, or what is computed from them on the host."""
+        return self.sequence.request.params.reads_logits
+
+    @property
     def logit_rows(self) -> int:
         """How many of its rows, the last ones, the model must give logits for."""
         return self.count if self.sequence.request.params.keep_logits else int(self.samples)

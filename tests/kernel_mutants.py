@@ -230,6 +230,13 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("ids[row] *", "row *"),
         ("row * out_stride", "row * source_stride"),
     ],
+    "enter_tokens_1_naive": [
+        ("row >= rows ||", ""),
+        ("|| token_ids[row] >= 0", ""),
+        ("sample = -1 -", "sample = -"),
+        ("sampled[most + sample]", "sampled[sample]"),
+        ("? sampled[sample] : 0", "? sampled[sample] : 1"),
+    ],
     "enter_pages_1_naive": [
         ("row >= rows ||", ""),
         ("|| slots[row] < 0", ""),

@@ -106,6 +106,9 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         "gather_rows": lambda: built(
             cases.gather_case, dtype, rows=row_counts, columns=st.integers(1, 600), gap=GAPS
         ),
+        "enter_tokens": lambda: built(
+            cases.enter_tokens_case, dtype, rows=st.integers(1, 300), most=st.integers(1, 50)
+        ),
         "enter_pages": lambda: built(cases.enter_case, dtype, rows=st.integers(1, 40), positions=st.integers(8, 60)),
         "sample_threshold": lambda: built(
             cases.threshold_case, dtype, rows=small, vocab=st.integers(1, 999), gap=GAPS, ties=st.booleans()
@@ -192,6 +195,7 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.argmax_case(dtype, 3, 8, 1021, 3),
         ],
         "gather_rows": lambda: [cases.gather_case(dtype, 1, 5, 300, 3), cases.gather_case(dtype, 2, 3, 512)],
+        "enter_tokens": lambda: [cases.enter_tokens_case(dtype, 1, 150, 7), cases.enter_tokens_case(dtype, 2, 9, 40)],
         "enter_pages": lambda: [cases.enter_case(dtype, 1, 37, 60), cases.enter_case(dtype, 2, 7, 8)],
         "sample_threshold": lambda: [
             cases.threshold_case(dtype, 1, 7, 1100, 3),

@@ -32,7 +32,7 @@ from slora_ref import Engine, FinishReason, SamplingParams
 from slora_ref.adapter import read_header
 from slora_ref.batch import Batch
 from slora_ref.errors import AdapterError, RequestError, UnknownAdapter
-from slora_ref.executor import Executor, StepResult
+from slora_ref.executor import Executor, StartedStep
 from slora_ref.sampler import Sampling
 from slora_ref.tokenizer import Tokenizer
 
@@ -63,11 +63,11 @@ class Failing:
     def __init__(self, inner: Executor, at: int, error: BaseException) -> None:
         self.inner, self.left, self.error = inner, at, error
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
         self.left -= 1
         if self.left == 0:
             raise self.error
-        return self.inner.run(batch, sampling)
+        return self.inner.start(batch, sampling)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

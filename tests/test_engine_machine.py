@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -33,7 +33,7 @@ from serving import (
 from slora_ref import Completion, Engine, FinishReason, RequestOutput, SamplingParams
 from slora_ref.batch import Batch
 from slora_ref.errors import AdapterError, RequestError, UnknownAdapter
-from slora_ref.executor import Executor, StepResult
+from slora_ref.executor import Executor, StartedStep
 from slora_ref.sampler import Sampling
 
 NAMES = "abcd"
@@ -86,6 +86,7 @@ def engine_options(draw: st.DrawFn) -> dict[str, Any]:
         "eviction": draw(st.sampled_from(["lru", "eager"])),
         "host_bytes": draw(st.sampled_from([image_bytes(*SMALL), 1 << 20])),
         "page_order_seed": draw(st.integers(0, 9)),
+        "async_scheduling": draw(st.booleans()),
     }
 
 
@@ -216,6 +217,8 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(RequestError):
                 self.engine.add_request(prompt, params, name)
             return
+        if self.config.async_scheduling and len(self.stories) % 8:
+            params = replace(params, keep_logits=False, logprobs=None)  # who reads logits, has the step read at once
         number = self.engine.add_request(prompt, params, name)
         version = -1 if name is None else adapter_id(self.engine, name)
         self.stories[number] = Story(version, self.names.get(name), params)
@@ -247,7 +250,11 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.steps += 1
+            unread = [sequence for sequence in self.engine.scheduler.running if sequence.unread]
             news = self.engine.step()
+            if self.config.async_scheduling and self.admission == "expected":
+                preempted = [one for one in unread if one in self.engine.scheduler.waiting]
+                self.covered["preempted before its token was read"] += len(preempted)
             self.quiet = 0 if news or not self.engine.has_work else self.quiet + 1
             for piece in news:
                 self.stories[piece.request_id].pieces.append(piece)
@@ -279,6 +286,11 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.check()
         self.covered["two adapters in a step"] += len({s.adapter_id for s in engine.scheduler.running}) > 1
+        if self.config.async_scheduling:
+            dropped = [item.sequence.finished for step in engine._under_way for item in step.work]
+            self.covered["steps under way"] += len(engine._under_way)
+            self.covered["rows for nothing"] += sum(dropped)
+            self.covered["let go before the last token was read"] += len(engine.scheduler.leaving)
         alive = [live.sequence for live in engine._live.values()]
         users = Counter(sequence.adapter_id for sequence in alive if sequence.adapter_id >= 0)
         assert users == {i: version.users for i, version in engine.store._versions.items() if version.users}
@@ -323,11 +335,11 @@ class Flaky:
     def __init__(self, inner: Executor, rng: random.Random) -> None:
         self.inner, self.rng, self.failures = inner, rng, 0
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
         if self.rng.random() < 0.01:
             self.failures += 1
             raise RuntimeError("as planned")
-        return self.inner.run(batch, sampling)
+        return self.inner.start(batch, sampling)
 
 
 def random_ask(rng: random.Random) -> Ask:
@@ -363,13 +375,14 @@ def live(machine: EngineMachine, rng: random.Random, steps: int) -> None:
         machine.step(rng.choice([0, 1, 1, 1, 4]))
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("admission", MODES)
-def test_thousands_of_steps_end_with_the_pages_of_the_start(admission: str) -> None:
-    """Aborts, failing steps, failing and slow loads, removals and names used again: 10,000 steps in both modes."""
+def test_thousands_of_steps_end_with_the_pages_of_the_start(admission: str, late: bool) -> None:
+    """Aborts, failing steps, failing and slow loads, removals and names used again: 5,000 steps in each mode."""
     EngineMachine.covered.clear()
     machine, rng = EngineMachine(admission), random.Random(admission)
     options = {"pool_pages": 110, "max_running": 5, "max_batched_tokens": 12, "max_adapters": 3}
-    options |= {"host_bytes": image_bytes(*SMALL)}
+    options |= {"host_bytes": image_bytes(*SMALL), "async_scheduling": late}
     machine.build(options, SMALL[:4], polls=1)
     machine.engine.executor = Flaky(machine.engine.executor, rng)
     live(machine, rng, 5000)

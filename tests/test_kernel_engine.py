@@ -98,8 +98,8 @@ class Fresh:
         self.fresh = KernelExecutor(kept.model, kept.ops, kept.tables, kept.staging.most, keep=False)
         self.steps = 0
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
-        both = [executor.run(batch, sampling) for executor in (self.kept, self.fresh)]
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
+        both = [executor.start(batch, sampling).read() for executor in (self.kept, self.fresh)]
         for name in ("tokens", "finite", "logits"):
             first, second = (np.asarray(getattr(result, name)) for result in both)
             assert first.tobytes() == second.tobytes(), name

@@ -252,7 +252,7 @@ def test_an_interrupt_of_the_leader_ends_the_group(monkeypatch: pytest.MonkeyPat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.executor._executor, "run", interrupted)
+    monkeypatch.setattr(engine.executor._executor, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(3):
             engine.step()
@@ -396,8 +396,8 @@ def test_an_order_arrives_as_it_was_sent(arrays: dict[str, tuple[str, list[int]]
 def test_a_batch_arrives_as_it_was_sent() -> None:
     engine = new_engine({"x": "x"})
     seen = []
-    run = engine.executor.run
-    engine.executor.run = lambda batch, sampling: seen.append(batch) or run(batch, sampling)
+    start = engine.executor.start
+    engine.executor.start = lambda batch, sampling: seen.append(batch) or start(batch, sampling)
     for name in ("x", None):
         engine.add_request([5, 6, 7], PARAMS, name)
     run_to_end(engine)

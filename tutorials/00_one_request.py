@@ -134,7 +134,7 @@ source(LlamaModel._attention, LlamaModel._project)
 
 # %%
 scheduler.commit(step)
-result = executor.run(batch, sampling_of([item.sequence for item in work if item.samples]))
+result = executor.start(batch, sampling_of([item.sequence for item in work if item.samples])).read()
 sequence.tokens.append(int(result.tokens[0]))
 print(f"token {sequence.tokens[-1]} is {tokenizer.decode(sequence.output_ids)!r}; pages: {pool.usage()}")
 
@@ -153,7 +153,7 @@ while sequence.tokens[-1] not in model_config.eos_token_ids:
     work = arrange(step.work)
     batch = Batch.build(work, pool)
     scheduler.commit(step)
-    result = executor.run(batch, sampling_of([item.sequence for item in work if item.samples]))
+    result = executor.start(batch, sampling_of([item.sequence for item in work if item.samples])).read()
     sequence.tokens.append(int(result.tokens[0]))
     history.append(page_owners(pool))
     print(f"step {len(history)}: {tokenizer.decode(sequence.output_ids)!r:10} {pool.usage()}")

@@ -38,7 +38,7 @@ class NoModel:
     def __init__(self, clock: SimulatedClock, seconds: Callable[[Batch], float]) -> None:
         self.clock, self.seconds = clock, seconds
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         self.clock.advance(self.seconds(batch))
         tokens = np.full(len(batch.sampled), TOKEN)
         return StepResult(tokens, tokens > 0, np.zeros((len(batch.logit_rows), 1), np.float32))
@@ -52,12 +52,12 @@ class Recorder:
         self.steps: list[tuple[float, dict[int, int]]] = []
         engine.executor = self
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         rows = dict(zip(batch.spans.slot.tolist(), batch.spans.length.tolist(), strict=True))
         running = self.engine.scheduler.running
         work = {sequence.number: rows[sequence.slot] for sequence in running if sequence.slot in rows}
         self.steps.append((self.engine.clock.now(), work))
-        return self.inner.run(batch, sampling)
+        return self.inner.start(batch, sampling)
 
 
 class Link:

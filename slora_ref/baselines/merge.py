@@ -42,7 +42,7 @@ class MergingExecutor:
         self._merged = BASE_MODEL
         self._pristine: dict[tuple[int, str], Array] = {}  # by layer and name, of matrices that were ever changed
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step, after a switch where it is another adapter's."""
         slot = _slot_of(batch)
         adapter = BASE_MODEL if slot < 0 else self.pool.adapter_in(slot)
@@ -53,7 +53,7 @@ class MergingExecutor:
             self._merged = adapter
             self.merges += 1
         alone = replace(batch.segments, adapter=np.full_like(batch.segments.adapter, -1))
-        return self.inner.run(replace(batch, segments=alone), sampling)
+        return self.inner.start(replace(batch, segments=alone), sampling)
 
     def restore(self) -> None:
         """Takes the adapter out: the weights are what they were, to the last bit."""

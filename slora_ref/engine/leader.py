@@ -126,7 +126,7 @@ class GroupExecutor:
         self._leader.tell(Order("time", {"parts": list(parts)}))
         return milliseconds(self._executor, parts)
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step.
 
         Raises:
@@ -134,7 +134,7 @@ class GroupExecutor:
         """
         self._leader.tell(run_order(batch))
         with self._leader.or_the_group_ends():
-            result = self._executor.run(batch, sampling)
+            result = self._executor.start(batch, sampling).read()
             self._leader.communicator.check()  # a group that has ended lets go of its GPU: the result means nothing
             return result
 

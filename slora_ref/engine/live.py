@@ -37,7 +37,7 @@ class Live:
     def take(
         self, token: int, logits: Float[Array, " vocab"] | None, end_tokens: tuple[int, ...]
     ) -> FinishReason | None:
-        """Appends a generated token and its text.
+        """Takes a generated token, which was expected, and appends its text.
 
         Args:
             logits: [vocab] that the token was chosen from; None: nobody in this step reads them.
@@ -50,14 +50,14 @@ class Live:
         if params.logprobs is not None:
             assert logits is not None, "a step whose requests read logits came without"
             sequence.logprobs.append(log_probabilities(logits, token, params.logprobs))
-        sequence.tokens.append(token)
+        sequence.receive(token)
         if self.stream is not None:
             self.text.append(self.stream.push(token))
         if token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos):
             return FinishReason.STOP
         if self.stream is not None and self.stream.stopped:
             return FinishReason.STOP
-        return None if sequence.tokens_left else FinishReason.LENGTH
+        return None if sequence.tokens_left or sequence.unread else FinishReason.LENGTH
 
     def flush(self) -> str:
         """The text that was held back; the request has ended. Where it cannot be decoded, it has ended by an error."""

@@ -1,10 +1,13 @@
-"""EngineLoop: schedule, lay out, run, commit. The loop that every engine shares, whatever its parts are.
+"""EngineLoop: schedule, lay out, start, read. The loop that every engine shares, whatever its parts are.
 
-Policy and scheduler decide, Batch lays out, the executor computes, commit appends tokens and frees what ended. An
-exception that belongs to one request ends that request alone.
+Policy and scheduler decide, Batch lays out, the executor computes; what it brings appends tokens and frees what ended,
+at once or (under_way.py) while the next step runs. An exception that belongs to one request ends that request alone.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
 
 from slora_ref.batch import Batch, arrange
 from slora_ref.clock import Clock
@@ -12,6 +15,7 @@ from slora_ref.config import ModelConfig
 from slora_ref.engine.inputs import sampling_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.outputs import RequestOutput
+from slora_ref.engine.under_way import UnderWay
 from slora_ref.errors import ShardLost
 from slora_ref.executor import Executor, StepResult
 from slora_ref.prefetch import Prefetcher
@@ -44,6 +48,7 @@ class EngineLoop:
         self.model_config, self.tokenizer = model_config, tokenizer
         self.pool, self.store = scheduler.pool, prefetcher.store
         self.steps = 0
+        self._under_way: deque[UnderWay] = deque()  # oldest first; between two calls of `step`, at most one
         self._live: dict[int, Live] = {}
         self._news: list[RequestOutput] = []
         self._next_number = 0
@@ -56,7 +61,11 @@ class EngineLoop:
     # --- the loop ---
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: at most one run of the model. Returns the news of all requests since the last call."""
+        """One iteration: at most one run of the model. Returns the news of all requests since the last call.
+
+        With `async_scheduling` these are what the step before this one has brought. But a step in which a request reads
+        logits or log-probabilities is read at once.
+        """
         failures = self.prefetcher.poll()
         for adapter_id, failure in failures:
             for sequence in [waiting for waiting in self.scheduler.waiting if waiting.adapter_id == adapter_id]:
@@ -66,6 +75,8 @@ class EngineLoop:
             self._close(self._live[sequence.number])
         if step.work:
             self._run(step)
+        elif self._under_way:
+            self._read()
         elif self.prefetcher.waiting and not failures and not dropped:  # nothing to do and nothing to tell
             self._stand_still()
         news, self._news = self._news, []
@@ -78,38 +89,62 @@ class EngineLoop:
         self.prefetcher.counts.stalled_s += self.clock.now() - since
 
     def _run(self, step: Step) -> None:
+        """Starts a step, and reads what is under way: all but this one, if the next can be scheduled without it."""
         work = arrange(step.work)
+        late = bool(self.scheduler.config.async_scheduling) and not any(item.reads_logits for item in work)
         try:
             batch = Batch.build(work, self.pool)
             self.scheduler.commit(step)
             self.steps += 1
-            result = self.executor.run(batch, sampling_of([item.sequence for item in work if item.samples]))
-        except BaseException as error:  # a step that fails (or is interrupted) ends its requests, not the engine
-            for item in work:
-                self._finish(self._live[item.sequence.number], FinishReason.ERROR, f"the step failed: {error!r}")
-            if isinstance(error, ShardLost) or not isinstance(error, Exception):
+            started = self.executor.start(batch, sampling_of([item.sequence for item in work if item.samples]))
+            self._under_way.append(UnderWay.of(started, work))
+            self._retire(work)
+        except BaseException as error:
+            self._fail(work, error)
+            if _ends_more_than_a_step(error):
                 raise
-            return
-        self._commit(work, result)
+            late = False  # what the step has left of the samples of the one before, nobody knows
+        self._read(all_but=1 if late else 0)
 
-    def _commit(self, work: list[Work], result: StepResult) -> None:
-        """Gives each sequence its logits and its token, and ends those that are done."""
-        samples = iter(zip(result.tokens.tolist(), result.finite.tolist(), strict=True))
-        row, now = 0, self.clock.now()
+    def _retire(self, work: list[Work]) -> None:
+        """Who gets the last token from the step under way, is not scheduled any more."""
         for item in work:
-            live = self._live[item.sequence.number]
-            logits = None if result.logits is None else result.logits[row : row + item.logit_rows]
-            row += item.logit_rows
-            token, finite = next(samples) if item.samples else (-1, True)
+            if not item.sequence.tokens_left:
+                self.scheduler.retire(item.sequence)
+
+    def _read(self, all_but: int = 0) -> None:
+        """Waits for the steps under way, but for so many, and takes in what they bring."""
+        while len(self._under_way) > all_but:
+            under_way = self._under_way.popleft()
+            try:
+                result = under_way.step.read()
+            except BaseException as error:
+                self._fail(under_way.work, error)
+                if _ends_more_than_a_step(error):
+                    raise
+            else:
+                self._take_in(under_way, result)
+
+    def _fail(self, work: Seq[Work], error: BaseException) -> None:
+        """A step that fails (or is interrupted) ends its requests, not the engine."""
+        for item in work:
+            if not item.sequence.finished:
+                self._finish(self._live[item.sequence.number], FinishReason.ERROR, f"the step failed: {error!r}")
+
+    def _take_in(self, under_way: UnderWay, result: StepResult) -> None:
+        """Gives each sequence its logits and its token, and ends those that are done."""
+        now, end_tokens = self.clock.now(), self.model_config.eos_token_ids
+        for share in under_way.shares(result):
+            live = self._live[share.work.sequence.number]
             reason, error = None, None
             try:
-                if logits is not None:
-                    live.keep_logits(item, logits)
-                if not finite:
+                if share.logits is not None:
+                    live.keep_logits(share.work, share.logits)
+                if not share.finite:
                     reason, error = FinishReason.ERROR, "the logits are not finite: the adapter or the prompt overflows"
-                elif item.samples:
-                    reason = live.take(token, None if logits is None else logits[-1], self.model_config.eos_token_ids)
-                    self._tell(live, token, now)
+                elif share.token is not None:
+                    reason = live.take(share.token, None if share.logits is None else share.logits[-1], end_tokens)
+                    self._tell(live, share.token, now)
             except Exception as failure:  # noqa: BLE001  what one request's data breaks, ends that request alone
                 reason, error = FinishReason.ERROR, f"the request failed: {failure!r}"
             if reason is not None:
@@ -146,5 +181,11 @@ class EngineLoop:
         """Asserts the invariants of every part, and that the parts agree. For tests, after each step."""
         for part in (self.pool, self.store, self.prefetcher, self.scheduler):
             part.check()
-        alive = {sequence.number for sequence in [*self.scheduler.waiting, *self.scheduler.running]}
+        scheduled = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.leaving]
+        alive = {sequence.number for sequence in scheduled}
         assert alive == self._live.keys(), "the engine and the scheduler disagree about who is alive"
+
+
+def _ends_more_than_a_step(error: BaseException) -> bool:
+    """Whether the caller must hear of it: the group of shards is lost, or somebody has interrupted."""
+    return isinstance(error, ShardLost) or not isinstance(error, Exception)

@@ -2,6 +2,6 @@
 
 from slora_ref.executor.kernel_executor import KernelExecutor
 from slora_ref.executor.model_executor import ModelExecutor
-from slora_ref.executor.result import Executor, FollowingExecutor, StepResult
+from slora_ref.executor.result import Executor, FollowingExecutor, StartedStep, StepResult
 
-__all__ = ["Executor", "FollowingExecutor", "KernelExecutor", "ModelExecutor", "StepResult"]
+__all__ = ["Executor", "FollowingExecutor", "KernelExecutor", "ModelExecutor", "StartedStep", "StepResult"]

@@ -1,4 +1,4 @@
-"""KernelExecutor: a step by kernels, from one copy to the device to one small copy back.
+"""KernelExecutor: a step by kernels, from one copy to the device to one small copy back, for which nobody waits here.
 
 Its launches are kept and repeated, those of decode steps as graphs (executor/kept.py). It knows batches and sampling,
 but no requests, and no backend in particular.
@@ -6,6 +6,7 @@ but no requests, and no backend in particular.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from slora_ref.batch import Batch
 from slora_ref.config import TARGETS
 from slora_ref.executor.kept import Kept, KeptSteps
-from slora_ref.executor.result import StepResult
+from slora_ref.executor.kernel_step import KernelStep
 from slora_ref.executor.staging import Staged, Staging
 from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, Segments, Spans
@@ -23,7 +24,7 @@ from slora_ref.ops.tape import Tape
 from slora_ref.sampler import Sampling, likeliest
 from slora_ref.shapes import Array, Float, Int
 
-LogitsAndTokens = tuple[Float[Array, "logits vocab"], Int[Array, "two logits"]]
+MOST_UNREAD = 2  # steps: the one that runs, and the one before it, which is read meanwhile
 
 
 class KernelExecutor:
@@ -49,18 +50,27 @@ class KernelExecutor:
         self.model, self.ops, self.tables = model, ops, tables
         self.staging, self.kept = Staging(ops, most_rows), KeptSteps(ops, keep, capture)
         self.last: tuple[Tape, ...] = ()  # the launches of the last step, for measurements
-        self._tokens = ops.staging((2 * self.staging.most_logits,), np.int32)
+        shape = 2, self.staging.most_logits
+        self._samples = ops.new(shape, np.int32)  # of the last step: tokens, and whether their logits are finite
+        self._sampled = np.zeros(0, np.int64)  # where those lie that it was to sample
+        self._hosts = deque(ops.staging(shape, np.int32) for _ in range(MOST_UNREAD))
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
-        """Computes one step. A row that overflows gives non-finite logits, for that row alone."""
-        staged = self._stage(batch, sampling)
+    def start(self, batch: Batch, sampling: Sampling) -> KernelStep:
+        """Starts one step. A row that overflows gives non-finite logits, for that row alone.
+
+        Logits that somebody reads are waited for: the next step writes its own in their place.
+        """
+        staged, logits = self._stage(batch, sampling), None
         if not len(batch.logit_rows):
             self._layers(staged)
-            return StepResult(np.zeros(0, np.int64), np.zeros(0, np.bool_), None)
-        logits, samples = self._compute(staged)
-        tokens, finite = self._read(samples)
-        kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
-        return StepResult(tokens[batch.sampled].astype(np.int64), finite[batch.sampled].astype(np.bool_), kept)
+        elif batch.wants_logits:
+            logits = self.ops.fetch(self._compute(staged)[: len(batch.logit_rows)])
+        else:
+            self._compute(staged)
+        self._sampled = batch.sampled
+        self._hosts.rotate()
+        ended = self.ops.download(self._hosts[0], self._samples)
+        return KernelStep(batch.sampled, self._hosts[0], staged.sent, ended, logits)
 
     def follow(self, batch: Batch) -> None:
         """Computes a step on a shard that does not lead: the tokens are not its business."""
@@ -71,26 +81,26 @@ class KernelExecutor:
             self._layers(staged)
 
     def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
-        own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
+        own = self.model.own_tokens(self._placed(batch.token_ids))
         self.kept.valid_for(self.tables.shape)
-        return self.staging.stage(own, sampling)
+        return self.staging.stage(replace(batch, token_ids=own), sampling)
 
-    def _read(self, samples: Int[Array, "two logits"]) -> Int[Array, "two logits"]:
-        """The tokens and whether their logits are finite, in host memory; comes back when the step has ended."""
-        host = self._tokens[: samples.size].reshape(samples.shape)
-        self.ops.download(host, samples)
-        return host
+    def _placed(self, token_ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        """The tokens; a placeholder names the logits that its sample came from, since not all are sampled from."""
+        placed, unread = token_ids.copy(), token_ids < 0
+        placed[unread] = -1 - self._sampled[-1 - token_ids[unread]]
+        return placed
 
     # --- what the device does ---
 
-    def _compute(self, staged: Staged) -> LogitsAndTokens:
+    def _compute(self, staged: Staged) -> Float[Array, "logits vocab"]:
         """The whole step; from its second time on as one graph, if it is nothing but decode."""
         if not staged.attention.shared:
             whole = self.kept.do_at_once(staged.layers_shape, staged.logits)
             if whole is not None:
                 self.last = (whole.tape,)
-                result: LogitsAndTokens = whole.result
-                return result
+                logits: Float[Array, "logits vocab"] = whole.result
+                return logits
         layers = self._layers(staged)
         chosen = self.kept.do(staged.logits, lambda: self._launch_logits(layers.result, staged), after=layers)
         self.last = (layers.tape, chosen.tape)
@@ -103,8 +113,9 @@ class KernelExecutor:
         return layers
 
     def _launch_layers(self, staged: Staged, targets: frozenset[int]) -> Float[Array, "rows hidden"]:
-        """Enters the step's pages, looks its adapters up, and runs the layers."""
+        """Enters the step's tokens and pages, looks its adapters up, and runs the layers."""
         ops, arrays, tables = self.ops, staged.arrays, self.tables
+        ops.enter_tokens(arrays.token_ids, self._samples)
         ops.enter_pages(tables.sequence_pages, arrays.slots, arrays.positions, arrays.k_pages, arrays.v_pages)
         plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles, arrays.counts, arrays.adapters)
         segments = ops.lora_step(staged.segments, plan, tables.adapters, *places, tables.max_rank, targets)
@@ -118,15 +129,15 @@ class KernelExecutor:
         rows = (arrays.token_ids, arrays.positions, arrays.k_pages, arrays.v_pages)
         return self.model.hidden(Batch(*rows, segments, spans, arrays.logit_rows, arrays.logit_rows))
 
-    def _launch_logits(self, hidden: Float[Array, "rows hidden"], staged: Staged) -> LogitsAndTokens:
+    def _launch_logits(self, hidden: Float[Array, "rows hidden"], staged: Staged) -> Float[Array, "logits vocab"]:
         """The logits, the likeliest tokens, and drawn ones in the place of some: none, where no temperature is set."""
         arrays, ops = staged.arrays, self.ops
         logits = self.model.logits(hidden, arrays.logit_rows)
-        both = ops.empty("samples", (2, staged.logits), np.int32)
-        ops.argmax(logits, both)
+        samples = self._samples[:, : staged.logits]
+        ops.argmax(logits, samples)
         how = (arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.seeds, arrays.places)
-        ops.sample(both[0], logits, *how)
-        return logits, both
+        ops.sample(samples[0], logits, *how)
+        return logits
 
     # --- before the first step ---
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from slora_ref.batch import Batch
 from slora_ref.executor.result import StepResult
 from slora_ref.model import LlamaModel
 from slora_ref.sampler import Sampling, sample
+from slora_ref.shapes import Array, Int
 
 
 class ModelExecutor:
@@ -15,13 +18,22 @@ class ModelExecutor:
 
     def __init__(self, model: LlamaModel) -> None:
         self.model = model
+        self._sampled = np.zeros(0, np.int64)  # by the last step
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Computes one step. A row that overflows gives non-finite logits, for that row alone and without a warning."""
         with np.errstate(over="ignore", invalid="ignore"):
-            logits = self.model.forward(batch)
+            logits = self.model.forward(replace(batch, token_ids=self._entered(batch.token_ids)))
         tokens, finite = sample(logits[batch.sampled], sampling)
+        self._sampled = tokens
         return StepResult(tokens, finite, logits if batch.wants_logits else None)
+
+    def _entered(self, token_ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        """The tokens, with what the last step has sampled in place of the placeholders."""
+        unread = token_ids < 0
+        entered = token_ids.copy()
+        entered[unread] = self._sampled[-1 - token_ids[unread]]
+        return entered
 
     def follow(self, batch: Batch) -> None:
         """Computes a step on a shard that does not lead: the tokens are not its business."""

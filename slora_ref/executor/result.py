@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from slora_ref.batch import Batch
 from slora_ref.sampler import Sampling
@@ -24,12 +24,29 @@ class StepResult:
     finite: Bool[Array, " samples"]
     logits: Float[Array, "logits vocab"] | None
 
+    def read(self) -> StepResult:
+        """Itself: what was computed at once is a step to be read like any other."""
+        return self
+
+
+@runtime_checkable
+class StartedStep(Protocol):
+    """A step that is being computed."""
+
+    def read(self) -> StepResult:
+        """What it brought; waits for it."""
+        ...
+
 
 class Executor(Protocol):
     """Runs batches."""
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
-        """Computes one step."""
+    def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
+        """Starts one step, behind those that were started before; or computes it at once.
+
+        A batch may hold placeholders of what the step before samples. A step of which somebody reads the logits is
+        read before the next one starts, and of the others at most two are started and not read.
+        """
         ...
 
 

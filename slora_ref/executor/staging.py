@@ -76,6 +76,7 @@ class Staged:
         arrays: on the device.
         lora, attention: the plans, whose arrays are among those.
         segments, spans: the batch's.
+        sent: passed when the arrays have come to the device.
     """
 
     rows: int
@@ -85,6 +86,7 @@ class Staged:
     attention: AttentionPlan
     segments: Segments
     spans: Spans
+    sent: Ticket
 
     @property
     def layers_shape(self) -> tuple[object, ...]:
@@ -118,7 +120,7 @@ class Staging:
         _fill_rows(host, batch, lora, attention)
         _fill_logits(host, batch, sampling)
         self._sent = self._ops.upload(self._device[:size], self._host[:size])
-        return Staged(rows, logits, device, lora, attention, batch.segments, batch.spans)
+        return Staged(rows, logits, device, lora, attention, batch.segments, batch.spans, self._sent)
 
     def _arrays(self, rows: int, logits: int) -> tuple[StepArrays, StepArrays, int]:
         """The arrays of a bucket in both buffers, and the bytes that they take."""

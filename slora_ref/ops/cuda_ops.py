@@ -49,6 +49,11 @@ class Passed(Ticket):
         """Between the two events."""
         return float(cupy.cuda.get_elapsed_time(self._first, self.event)) / 1e3
 
+    def seconds_since(self, earlier: Ticket) -> float:
+        """Between the events behind both."""
+        assert isinstance(earlier, Passed), "tickets of two backends"
+        return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) / 1e3
+
 
 class CudaOps(KernelOps):
     """KernelOps on CuPy arrays, on the current device and on the stream that is current when this is made.
@@ -141,11 +146,13 @@ class CudaOps(KernelOps):
         """Copies on the current stream and waits for it."""
         return cupy.asnumpy(array)
 
-    def download(self, to: Array, array: Array) -> None:
-        """Copies on the current stream and waits for it."""
-        stream, kind = cupy.cuda.get_current_stream(), cupy.cuda.runtime.memcpyDeviceToHost
+    def download(self, to: Array, array: Array) -> Passed:
+        """Copies on the current stream."""
+        stream, ticket = cupy.cuda.get_current_stream(), Passed()
+        kind = cupy.cuda.runtime.memcpyDeviceToHost
         cupy.cuda.runtime.memcpyAsync(to.ctypes.data, _address(array), to.nbytes, kind, stream.ptr)
-        stream.synchronize()
+        ticket.event.record(stream)
+        return ticket
 
     @contextmanager
     def branch(self) -> Iterator[None]:

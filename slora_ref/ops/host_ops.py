@@ -39,6 +39,10 @@ class Done(Ticket):
         """Not measured: the host build is no model of a device's speed."""
         return 0.0
 
+    def seconds_since(self, earlier: Ticket) -> float:
+        """Not measured."""
+        return 0.0
+
 
 class HostOps(KernelOps):
     """KernelOps on NumPy arrays.
@@ -105,9 +109,10 @@ class HostOps(KernelOps):
         """A copy, since the memory of a result may be used again."""
         return np.array(array)
 
-    def download(self, to: Array, array: Array) -> None:
+    def download(self, to: Array, array: Array) -> Done:
         """A copy."""
         to[...] = array
+        return Done()
 
     @contextmanager
     def branch(self) -> Iterator[None]:

@@ -93,6 +93,10 @@ class Ticket(ABC):
     def seconds(self) -> float:
         """How long it took from `begin`, after its end."""
 
+    @abstractmethod
+    def seconds_since(self, earlier: Ticket) -> float:
+        """From the end of what was started earlier to the end of this, after both."""
+
 
 class KernelBackend(ABC):
     """Launches kernels, the fastest rung of each operation's ladder unless told otherwise.
@@ -153,8 +157,8 @@ class KernelBackend(ABC):
         """A NumPy array of any array of the device; waits for it."""
 
     @abstractmethod
-    def download(self, to: Array, array: Array) -> None:
-        """Copies from the device and waits for it: the one place in a step where the host waits."""
+    def download(self, to: Array, array: Array) -> Ticket:
+        """Starts a copy from the device into an array of `staging`, which has the numbers when that is done."""
 
     @abstractmethod
     def branch(self) -> AbstractContextManager[None]:

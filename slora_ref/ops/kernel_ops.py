@@ -61,6 +61,10 @@ class KernelOps(KernelLora, KernelAttention):
         self.run("gather_rows", row_arguments.gather_rows(out, weight, self.put("ids", ids, np.int32)))
         return out
 
+    def enter_tokens(self, token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"]) -> None:
+        """Puts the tokens that the step before has sampled in place of their placeholders: -1 - i for the i-th."""
+        self.run("enter_tokens", row_arguments.enter_tokens(token_ids, sampled), np.float32)
+
     def join_columns(self, parts: Float[Array, "shards rows part"]) -> Float[Array, "rows columns"]:
         """A matrix from the columns of it that each shard has computed, side by side."""
         shards, rows, part = parts.shape

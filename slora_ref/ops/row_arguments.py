@@ -65,6 +65,16 @@ def gather_rows(
     }
 
 
+def enter_tokens(token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"]) -> Arguments:
+    """enter_tokens: the tokens that the step before has sampled, in place of their placeholders."""
+    return {
+        "token_ids": check_array("token_ids", token_ids, np.int32, (None,)),
+        "sampled": check_array("sampled", sampled, np.int32, (2, None)),
+        "rows": np.int32(len(token_ids)),
+        "most": np.int32(sampled.shape[1]),
+    }
+
+
 def enter_pages(
     sequence_pages: Int[Array, "sequence_slots two positions"],
     slots: Int[Array, " rows"],

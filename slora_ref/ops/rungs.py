@@ -150,6 +150,7 @@ RUNGS: Mapping[str, Rung] = {
     "silu_mul_1_naive": Rung(128, lambda s: (_blocks(s.ffn, 128), s.rows, 1)),
     "silu_mul_2_vector": Rung(128, lambda s: (_blocks(s.ffn, 128 * 8), s.rows, 1)),
     "gather_rows_1_naive": Rung(256, lambda s: (_blocks(s.columns, 256), s.rows, 1)),
+    "enter_tokens_1_naive": Rung(128, lambda s: (_blocks(s.rows, 128), 1, 1), dtypes=("float32",)),
     "enter_pages_1_naive": Rung(128, lambda s: (_blocks(s.rows, 128), 1, 1), dtypes=("float32",)),
     "sample_threshold_1_bisection": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),
     "sample_draw_1_philox": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),

@@ -16,6 +16,7 @@ from slora_ref.pager import PagePool
 from slora_ref.policy import Policy
 from slora_ref.prefetch import Prefetcher
 from slora_ref.request import BASE_MODEL, FinishReason, Sequence
+from slora_ref.scheduler.audit import check_leaving, check_running, check_waiting
 from slora_ref.scheduler.forecast import Forecast
 from slora_ref.scheduler.room import Room
 from slora_ref.step import Step, Work
@@ -34,6 +35,7 @@ class Scheduler:
         self.pool, self.prefetcher, self.policy, self.config = pool, prefetcher, policy, config
         self.waiting: list[Sequence] = []  # by number, so a preempted sequence stands where it arrived
         self.running: list[Sequence] = []  # in order of admission
+        self.leaving: list[Sequence] = []  # let go, see retire
         self.claimed: set[int] = set()  # adapters of waiting requests that have their place in the pool
         self.forecast = Forecast(config)
         self.preemptions = 0
@@ -71,19 +73,29 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends a sequence in whatever state it is and frees all that it held, exactly once."""
         assert not sequence.finished, f"request {sequence.number} ended twice"
+        sequence.expect_nothing()
         if sequence.slot is not None:
             self.running.remove(sequence)
             self._release(sequence)
         else:
-            self.waiting.remove(sequence)
+            (self.leaving if sequence in self.leaving else self.waiting).remove(sequence)
         sequence.finish_reason, sequence.error, sequence.finished_at = reason, error, now
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.forecast.observe(len(sequence.output_ids))
 
+    def retire(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds whose last token is being sampled, before anybody has read it.
+
+        A device works in order: who gets the pages next, writes them after the step that was started has read them.
+        """
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.leaving.append(sequence)
+
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None, sequence.number
         self.pool.close_sequence(sequence.slot)
-        sequence.slot = None
+        sequence.slot, sequence.computed = None, 0
         if sequence.adapter_id != BASE_MODEL:
             self.prefetcher.unpin(sequence.adapter_id)
 
@@ -227,23 +239,12 @@ class Scheduler:
         """Frees a running sequence's pages; it keeps its tokens, waits where it arrived, is computed again later."""
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self._queue(sequence)
 
     def check(self) -> None:
         """Asserts what must hold between steps."""
-        assert len(self.running) <= self.config.max_running, len(self.running)
-        slots = [sequence.slot for sequence in self.running]
-        assert None not in slots and len(set(slots)) == len(slots), slots
-        numbers = [sequence.number for sequence in self.waiting]
-        assert numbers == sorted(set(numbers)), "the waiting list lost its order"
-        for sequence in self.waiting:
-            assert sequence.slot is None and sequence.computed == 0 and not sequence.finished, sequence.number
-        for sequence in self.running:
-            assert sequence.slot is not None and self.pool.lengths[sequence.slot] == sequence.computed, sequence.number
-            assert sequence.uncomputed >= 1 and not sequence.finished, sequence.number
-            assert sequence.adapter_id == BASE_MODEL or self.prefetcher.is_resident(sequence.adapter_id), (
-                sequence.number
-            )
+        check_waiting(self.waiting)
+        check_running(self.running, self.pool, self.prefetcher, self.config.max_running)
+        check_leaving(self.leaving)

@@ -24,7 +24,7 @@ class RooflineExecutor:
     def __init__(self, roofline: Roofline, pool: PagePool, clock: SimulatedClock) -> None:
         self.roofline, self.pool, self.clock = roofline, pool, clock
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
         """Passes the time of one step."""
         self.spend(self._shape(batch))
         samples = len(batch.sampled)

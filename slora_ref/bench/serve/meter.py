@@ -10,7 +10,7 @@ from slora_ref.batch import Batch
 from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.config.presets import parameters
 from slora_ref.engine import Engine
-from slora_ref.executor import Executor, StepResult
+from slora_ref.executor import Executor, StartedStep
 from slora_ref.pager import PoolUsage
 from slora_ref.sampler import Sampling
 
@@ -43,7 +43,7 @@ class Meter:
         """Gives the executor its place back."""
         self.engine.executor = self._inner
 
-    def run(self, batch: Batch, sampling: Sampling) -> StepResult:
+    def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
         """Counts one step and has it run."""
         pool = self.engine.pool
         slots = batch.segments.adapter[batch.segments.adapter >= 0]
@@ -55,7 +55,7 @@ class Meter:
             moved = self._weights * pool.storage.itemsize + pool.layout.token_pages(tokens) * pool.page_bytes
             flops = 2 * self._weights * len(batch.token_ids)
             self.floor_s += max((moved + adapter_bytes) / BYTES_PER_S, flops / (self.tflops * 1e12))
-        return self._inner.run(batch, sampling)
+        return self._inner.start(batch, sampling)
 
     def sample(self) -> None:
         """After a step: what the pool holds."""
