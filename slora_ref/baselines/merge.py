@@ -17,7 +17,7 @@ from slora_ref.adapter import Adapter
 from slora_ref.batch import Batch
 from slora_ref.checkpoint import LayerWeights, ModelWeights
 from slora_ref.config import TARGETS, ModelConfig
-from slora_ref.executor import KernelExecutor, ModelExecutor, StepResult
+from slora_ref.executor import KernelExecutor, ModelExecutor, StartedStep
 from slora_ref.ops import KernelOps
 from slora_ref.ops.stacks import multiply_stacks
 from slora_ref.pager import PagePool
@@ -42,8 +42,8 @@ class MergingExecutor:
         self._merged = BASE_MODEL
         self._pristine: dict[tuple[int, str], Array] = {}  # by layer and name, of matrices that were ever changed
 
-    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
-        """Computes one step, after a switch where it is another adapter's."""
+    def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
+        """Starts one step, after a switch where it is another adapter's."""
         slot = _slot_of(batch)
         adapter = BASE_MODEL if slot < 0 else self.pool.adapter_in(slot)
         if adapter != self._merged:
