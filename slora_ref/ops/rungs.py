@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +166,7 @@ RUNGS: Mapping[str, Rung] = {
 }
 
 
+@cache
 def operation_of(kernel: str) -> str:
     """mbgmv_shrink_1_naive -> mbgmv_shrink."""
     words = kernel.split("_")
@@ -177,16 +179,22 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
     Raises:
         KernelError: there is none.
     """
-    name = np.dtype(dtype).name
-    rungs = [kernel for kernel, rung in RUNGS.items() if operation_of(kernel) == operation and name in rung.dtypes]
+    rungs = _rungs_of(operation, np.dtype(dtype).name)
     if not rungs:
-        raise KernelError(f"no kernel of {operation} for {name}; there are {', '.join(RUNGS)}")
-    return sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0]))
+        raise KernelError(f"no kernel of {operation} for {np.dtype(dtype).name}; there are {', '.join(RUNGS)}")
+    return list(rungs)
 
 
 def has_kernel(operation: str, dtype: Any) -> bool:
     """Whether an operation has a kernel for a dtype."""
-    return any(operation_of(kernel) == operation and np.dtype(dtype).name in RUNGS[kernel].dtypes for kernel in RUNGS)
+    return bool(_rungs_of(operation, np.dtype(dtype).name))
+
+
+@cache
+def _rungs_of(operation: str, dtype: str) -> tuple[str, ...]:
+    """The ladder, or nothing. Asked for at every launch that is prepared."""
+    rungs = [kernel for kernel, rung in RUNGS.items() if operation_of(kernel) == operation and dtype in rung.dtypes]
+    return tuple(sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0])))
 
 
 def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
