@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from serving import (
     adapter_folder,
     assert_all_free,
     assert_right,
+    model_folder,
     new_engine,
     reference_logits,
     run_to_end,
@@ -25,14 +27,19 @@ from serving import (
 from test_engine_machine import MODES, SMALL, EngineMachine, live
 
 from slora_ref import Engine, EngineConfig, SamplingParams
+from slora_ref.adapter import load_adapter, read_header
 from slora_ref.batch import Batch
+from slora_ref.checkpoint import load_checkpoint
+from slora_ref.config import TARGETS
 from slora_ref.errors import ConfigError
 from slora_ref.executor import KernelExecutor, StepResult
 from slora_ref.executor.staging import bucket
 from slora_ref.ops.host_ops import HostOps
 from slora_ref.ops.launch import Launch
 from slora_ref.ops.rungs import usable
+from slora_ref.reference import Reference
 from slora_ref.sampler import Sampling
+from slora_ref.synthetic import AdapterKind, write_adapters
 
 PLACES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON = pytest.mark.parametrize("on", PLACES)
@@ -216,6 +223,44 @@ def test_half_precision_is_near_the_dense_model(dtype: str) -> None:
     for done, (prompt, _, name) in zip(engine.generate(*map(list, zip(*asked, strict=True))), asked, strict=True):
         want = reference_logits(name, (*prompt, *done.token_ids))[:-1]
         assert np.abs(np.stack(done.logits) - want).max() < HALF[dtype] * np.abs(want).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
+def test_graphs_give_what_single_launches_give(dtype: str, tmp_path: Path) -> None:
+    """Seven targets, ranks 64, 32, 16 and 8 mixed, and the base model: the same bits, and those of the dense model."""
+    folders = write_adapters(tmp_path, CONFIG, AdapterKind((64, 32, 16, 8), TARGETS), 4, seed=0)
+    weights = load_checkpoint(model_folder(), CONFIG, "float32")
+    adapters = [None, *(load_adapter(read_header(folder, CONFIG), CONFIG) for folder in folders)]
+    params, prompts = SamplingParams(max_tokens=8, ignore_eos=True, keep_logits=True), [[i, 7, 9] for i in range(15)]
+    names = [None if i % 5 == 0 else str(i % 5) for i in range(15)]
+    answers = []
+    for eager in (False, True):
+        options = {"max_running": 16, "pool_pages": 20000, "enforce_eager": eager}
+        engine = new_engine(on="cuda", dtype=dtype, poison=dtype != "bfloat16", **options)
+        for name, folder in enumerate(folders, 1):
+            engine.add_adapter(str(name), folder)
+        answers.append(engine.generate(prompts, params, names))
+        assert bool(engine.executor.kept.graphs) != eager
+    for graph, single, name in zip(*answers, names, strict=True):
+        assert np.stack(graph.logits).tobytes() == np.stack(single.logits).tobytes()
+        want = Reference(CONFIG, weights, adapters[int(name or 0)]).logits([*graph.prompt_ids, *graph.token_ids])[:-1]
+        error = np.abs(np.stack(graph.logits) - want).max() / np.abs(want).max()
+        assert error < HALF.get(dtype, 1e-4)
+
+
+@ON
+def test_rows_of_the_base_model_have_the_same_bits_whether_others_carry_adapters(on: str) -> None:
+    """In one batch and bucket: LoRA kernels run or not, the graph has them or not."""
+    params, answers = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True), []
+    prompts, some = [[i, 2, 3] for i in range(6)], [None, None, "x", "x", "z", "o"]
+    engine = new_engine(EACH, on=on)
+    engine.generate(prompts, params, some)  # now the adapters are there, and all start in one step
+    for names in ([None] * 6, some):
+        done = engine.generate(prompts, params, names)
+        answers.append([np.stack(each.logits).tobytes() for each in done])
+    base, mixed = answers
+    assert base[:2] == mixed[:2] and all(one != other for one, other in zip(base[2:], mixed[2:], strict=True))
 
 
 @pytest.mark.gpu
