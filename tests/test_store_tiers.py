@@ -84,7 +84,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for start, (nbytes, mark) in self.extents.items():
             assert (self.arena.bytes_of(start, nbytes) == mark).all()
         taken = sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes, _ in self.extents.values())
-        assert self.arena.free_bytes == self.arena.nbytes - taken
+        assert sum(end - start for start, end in self.arena._gaps) == self.arena.nbytes - taken
 
 
 TestArenaMachine = ArenaMachine.TestCase

@@ -196,6 +196,28 @@ for variant in ("original", "paper", "ours"):
 table(["options", "requests/s", "latency, s", "first token, s", "first token within 6 s"], rows)
 
 # %% [markdown]
+# Or ask about requests of your own. An `Engine` is what it was in chapter 0; only its executor is another, which
+# reads the shape of a batch and moves the clock. So many requests at once, each of another adapter, with a prompt of
+# 200 tokens and an answer of 100:
+
+# %%
+from slora_ref import Engine, SamplingParams
+from slora_ref.paper.systems import system_of
+
+rows = []
+for count in (1, 8, 32):
+    parts = system_of(run, fitted_constants()).build()
+    engine = Engine(parts.scheduler, parts.prefetcher, parts.executor, parts.clock, parts.model_config)
+    for adapter in range(count):
+        engine.add_request([1] * 200, SamplingParams(max_tokens=100, ignore_eos=True), str(adapter))
+    done = []
+    while engine.has_work:
+        done += [news.completion for news in engine.step() if news.completion]
+    first, whole = (max(getattr(one, name) for one in done) for name in ("first_token_at", "finished_at"))
+    rows.append((count, type(engine.executor).__name__, f"{first:.2f}", f"{whole:.2f}", f"{100 * count / whole:.0f}"))
+table(["requests at once", "executor", "last first token, s", "all done, s", "tokens/s"], rows)
+
+# %% [markdown]
 # ## Exercise
 # The paper says that adapters follow "a power law with exponent alpha". In the authors' program a request's adapter
 # is floor(u n), with u drawn from the density alpha · u^(alpha - 1) on (0, 1).

@@ -29,7 +29,7 @@ class KernelAttention(KernelBackend):
 
     @abstractmethod
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
-        """A table of cosines or sines as rope_store wants it: on the device, float32."""
+        """On the device, float32."""
 
     def rope_store(
         self,
@@ -41,7 +41,7 @@ class KernelAttention(KernelBackend):
         k_pages: Int[Array, " rows"],
         v_pages: Int[Array, " rows"],
     ) -> Float[Array, "rows heads head_dim"]:
-        """Turns q in place, writes k (turned) and v into their pages; page -1: do not store. Returns q, a view."""
+        """Turns q in place and returns a view of it."""
         names = {"positions": positions, "k_pages": k_pages, "v_pages": v_pages}
         rows = [self.put(name, array, np.int32) for name, array in names.items()]
         self.run("rope_store", attention_arguments.rope_store(qkv, pages, cos, sin, *rows))
@@ -55,7 +55,7 @@ class KernelAttention(KernelBackend):
         sequence_pages: Int[Array, "sequence_slots two positions"],
         spans: Spans,
     ) -> Float[Array, "rows q_width"]:
-        """Causal attention of each row over the pages of its own sequence."""
+        """A sequence with one row: its context in splits, put together by a second kernel; with more: tiles of rows."""
         rows, heads, head_dim = q.shape
         step = self._attention_step(sequence_pages, spans, rows)
         flat, out = q.reshape(rows, heads * head_dim), self.empty("attention", (rows, heads * head_dim), self.dtype)

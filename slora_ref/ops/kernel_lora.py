@@ -64,11 +64,10 @@ class KernelLora(KernelBackend):
         group: LoraGroup,
         layer: int,
     ) -> Float[Array, "splits rows targets t_columns"]:
-        """t = x A for every target of a group, at each segment's own rank in this layer, float32.
+        """MBGMV, MBGMM or both, by the step's plan, at each segment's own rank in this layer.
 
         Returns:
-            [splits, rows, targets, t_columns]: for lora_expand; the sum over splits is t. What lies beyond a row's rank
-            is unspecified.
+            [splits, rows, targets, t_columns] float32: the sum over splits is t.
         """
         step, targets = self._lora_step(tables, segments, len(x)), self._targets(group)
         columns = step.a_columns if OVER_RANK[group.targets[0]] else step.t_columns
@@ -90,7 +89,7 @@ class KernelLora(KernelBackend):
         segments: Segments,
         group: LoraGroup,
     ) -> Float[Array, "splits rows targets t_columns"]:
-        """t from the columns of it that each shard has computed."""
+        """By a kernel, since what is whose column depends on each row's rank."""
         if len(parts) == 1 or not parts.size:
             return parts[0]
         _, splits, rows, targets, _ = parts.shape
@@ -111,7 +110,7 @@ class KernelLora(KernelBackend):
         layer: int,
         d_outs: tuple[int, ...],
     ) -> None:
-        """y += scale * t B for every target of a group, in place. Rows of the base model stay untouched."""
+        """The kernels that lora_shrink chose."""
         step, targets = self._lora_step(tables, segments, len(y)), self._targets(group)
         if step.targets.isdisjoint(group.targets):
             return

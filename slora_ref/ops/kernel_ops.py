@@ -1,4 +1,4 @@
-"""KernelOps: NumpyOps' interface made of kernel launches.
+"""KernelOps: NumpyOps' interface made of kernel launches. What an operation computes is said there, the specification.
 
 It gives each operation its arrays, in as few launches as there are kernels for. Its subclasses say how a launch runs
 and where arrays lie.
@@ -35,11 +35,11 @@ class KernelOps(KernelLora, KernelAttention):
         weight: Float[Array, "d_out d_in"],
         bias: Float[Array, " d_out"] | None = None,
     ) -> Float[Array, "rows d_out"]:
-        """y = x W^T + bias by the vendor's library, accumulated in float32."""
+        """By the vendor's library, accumulated in float32."""
 
     @abstractmethod
     def head(self, x: Float[Array, "rows hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "rows vocab"]:
-        """Logits x W^T in float32: in half precision the likeliest tokens would often be equal."""
+        """In float32: in half precision the likeliest tokens would often be equal."""
 
     @abstractmethod
     def prepared_products(
@@ -66,7 +66,7 @@ class KernelOps(KernelLora, KernelAttention):
         self.run("enter_tokens", row_arguments.enter_tokens(token_ids, sampled), np.float32)
 
     def join_columns(self, parts: Float[Array, "shards rows part"]) -> Float[Array, "rows columns"]:
-        """A matrix from the columns of it that each shard has computed, side by side."""
+        """A copy of each part; a shard alone has nothing to join."""
         shards, rows, part = parts.shape
         if shards == 1:
             return parts[0]
@@ -84,7 +84,7 @@ class KernelOps(KernelLora, KernelAttention):
     def rms_norm(
         self, x: Float[Array, "rows hidden"], weight: Float[Array, " hidden"], eps: float
     ) -> Float[Array, "rows hidden"]:
-        """x / sqrt(mean(x^2) + eps) * weight."""
+        """The sum of squares is in float32."""
         out = self.empty("rms_norm", x.shape, self.dtype)
         self.run("rms_norm", row_arguments.rms_norm(out, x, None, weight, eps))
         return out
@@ -96,13 +96,13 @@ class KernelOps(KernelLora, KernelAttention):
         weight: Float[Array, " hidden"],
         eps: float,
     ) -> Float[Array, "rows hidden"]:
-        """x += delta in place; returns the norm of the sum. Reads and writes each number once."""
+        """Reads and writes each number once."""
         out = self.empty("rms_norm", x.shape, self.dtype)
         self.run("rms_norm", row_arguments.rms_norm(out, x, delta, weight, eps))
         return out
 
     def silu_mul(self, gate_up: Float[Array, "rows two_ffn"]) -> Float[Array, "rows ffn"]:
-        """silu(gate) * up, where the row holds gate, then up."""
+        """In one pass: gate and up are read, their product is written."""
         out = self.empty("silu_mul", (gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)
         self.run("silu_mul", row_arguments.silu_mul(out, gate_up))
         return out

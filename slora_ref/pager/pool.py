@@ -33,15 +33,10 @@ class PagePool(PageStorage):
     """One storage [layers, pages, width] for sequences and adapters.
 
     Args:
-        layout: page arithmetic of the model.
-        num_pages: pages of the pool; each is one row of `width` numbers in every layer.
-        max_sequences: sequence slots, the most sequences that hold pages at once.
-        max_positions: the longest a sequence can get, in tokens.
-        max_adapters: adapter slots, the most adapters that are resident at once.
-        dtype: of the storage; None: no storage at all, for a simulation that only counts pages.
-        poison: fill free pages with NaN, so that a read of a stale or unwritten page shows (tests).
+        layout, num_pages, dtype, empty: see PageStorage.
+        max_sequences, max_positions, max_adapters: see PageStorage; a slot is taken while it holds pages.
+        poison: see PageStorage; here freed pages are filled with NaN, too.
         shuffle_seed: hand out pages in a random order (tests).
-        empty: makes the storage: (shape, dtype) -> an array on the device that the model runs on.
     """
 
     def __init__(

@@ -44,11 +44,6 @@ class Arena:
         self._gaps = [(0, nbytes)]  # (first byte, byte after the last), in order, never touching
         self._taken: dict[int, int] = {}  # first byte -> byte after the last
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in gaps."""
-        return sum(end - start for start, end in self._gaps)
-
     def take(self, nbytes: int) -> int | None:
         """The first byte of a new extent; None where no gap is large enough."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
