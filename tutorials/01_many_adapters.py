@@ -174,8 +174,8 @@ Picture(figure, "01_many_adapters", "Bytes moved in a decode step against the nu
 # that requests of all adapters are there at the same time: if all traffic goes to one adapter, merging is right.
 #
 # Nor are bytes all that counts. In the authors' own results (chapter 9) two merged copies side by side, each in a
-# server of its own, get more done than one, and more than S-LoRA with two adapters. So none of the three was reading
-# all the time: there were pauses, which a second server could fill. The lines say where things go when n grows, not
+# server of its own, get more done than one, and more than S-LoRA with two adapters. So none of them was reading all
+# the time: there were pauses, which a second server could fill. The lines say where things go when n grows, not
 # where two programs cross.
 #
 # ## Exercise
@@ -272,7 +272,19 @@ attempt(check_forward, solved)
 #
 # ## What the paper adds
 # Section 4.1 makes this choice, and the rest of the paper is what it takes to keep it cheap. Section 7.5 measures it
-# (figure 9) against merging in turn. The raw results of the authors, requests a second on an A10G, prompts and
-# answers of up to 512 tokens, equal shares: with one adapter 1.41 on the fly against 1.59 merged, with two 1.44
-# against 1.15, with five 1.42 against 0.73. The text says that uneven shares hurt merging; the raw results show the
-# opposite, as the picture above would: with five adapters of which one gets most requests, merging comes up to 0.95.
+# (figure 9) against merging in turn. The authors' raw results, requests a second on an A10G, for prompts and answers
+# of up to 512 tokens:
+
+# %%
+from slora_ref.paper.theirs import table as theirs
+
+found = {(row["n"], row["alpha"], row["mode"]): row["512x512"] for row in theirs("fig9_merge_a10g")}
+rows = []
+for name, alpha in (("equal shares", "1"), ("one gets most", "0.1")):
+    rows += [(n, name, found[n, alpha, "slora"], found[n, alpha, "merge"]) for n in ("1", "2", "5")]
+table(["adapters", "requests", "on the fly", "merged in turn"], rows)
+
+# %% [markdown]
+# With one adapter merging wins, with five it does half as much. The paper says that uneven shares hurt merging; its
+# raw results show the opposite, as the picture above would: where one adapter gets most of the requests, there is
+# less to switch.

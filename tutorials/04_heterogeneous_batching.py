@@ -138,11 +138,12 @@ entries = batch[3][0, :, :3].tolist()
 table(["row", "first entry of A", "of B", "rank"], [(row, *entry) for row, entry in enumerate(entries)])
 
 # %% [markdown]
-# ## Five words of CUDA
+# ## A few words of CUDA
 # A kernel is a function that thousands of *threads* run at once. 32 threads are a *warp*: they run in step and can
 # hand each other numbers (*shuffles*); a thread's place in its warp is its *lane*. Some warps are a *block*: they
-# have fast *shared memory* in common, and a *barrier* (`__syncthreads()`), at which each waits for all. Blocks know
-# nothing of each other. `threadIdx.x` and `blockIdx.x` tell a thread which part of the work is its own.
+# have fast *shared memory* in common (what a thread has to itself lies in its *registers*), and a *barrier*
+# (`__syncthreads()`), at which each waits for all. Blocks know nothing of each other. `threadIdx.x` and `blockIdx.x`
+# tell a thread which part of the work is its own.
 #
 # ## The ladder
 # The kernels of an operation form a ladder. The first rung is the formula; each further one adds one idea. All take
@@ -189,7 +190,8 @@ table(header, [*checked("mbgmv_shrink", batch), *checked("mbgmv_expand", batch)]
 
 # %% [markdown]
 # ### Rung 1: the formula
-# A thread owns a column of A and walks down it.
+# A thread owns a column of A and walks down it. (`target`: q, k and v have one input and are done in one launch.
+# `split`: a long d_in may be shared out among several blocks, whose sums are added later.)
 
 # %% listing
 excerpt("kernels_cu/mbgmv_shrink_1_naive.cu", "int row = blockIdx.x")

@@ -90,10 +90,10 @@ for policy in (FCFS(), LCFS(), EarlyAbort(LIMIT)):
 table(["policy", "first token in time", "satisfaction", "wait p50, s", "p99, s", "dropped"], rows)
 
 # %% [markdown]
-# FCFS is fair, and after half a minute of no use to anybody. LCFS serves most in time and lets the others wait to the
-# end. Early abort drops those who would be late anyway, so their work need not be done at all. Its satisfaction is
-# below that of LCFS: whenever the queue shrinks for a moment it takes the oldest first again, who are then served
-# just in time.
+# FCFS is fair, and after half a minute of no use to anybody. LCFS serves the great majority in time and lets the rest
+# wait to the end. Early abort drops those who would be late anyway, so their work need not be done at all. Its
+# satisfaction is below that of LCFS: whenever the queue shrinks for a moment it takes the oldest first again, who are
+# then served just in time.
 #
 # ## The picture
 # One point a request: when it came, and how long it waited for its first token.
@@ -182,7 +182,8 @@ print(f"the best plan:       {best_of_all(arrivals, times, cut_off):.2f}, the ne
 # To drop those who are past the limit does not make the theorem true: here nobody is. And the theorem knows all
 # arrivals and all times before it begins, which a server does not. `EarlyAbort` is a rule of thumb made from it: it
 # takes the theorem's *whom*, the newest, one at a time, since it cannot know how many there will be time for, and so
-# gives up the theorem's *order* among them. That it pays is measured (chapter 9), not proved.
+# gives up the theorem's *order* among them. That it pays is measured (above, and against the authors' numbers in
+# the [results](../slora_ref/paper/results/README.md)), not proved.
 #
 # ## Clusters
 # A request of an adapter that is not in the batch brings pages of weights along, which are then missing for keys and
@@ -298,16 +299,34 @@ attempt(check_plan, solved)
 # %% [markdown]
 # ## What the paper adds
 # Early abort (4.3) estimates two rates, arrivals and starts a round, to tell overload from calm, and uses the theorem
-# in overload only. Clustering (4.2) is evaluated in its appendix. The raw results of the authors, read closely, say:
+# in overload only. Clustering (4.2) is evaluated in its appendix. The authors' raw results say more than the text.
+# For Llama-13B on an A100, by burstiness (cv; 1: arrivals as random as can be), satisfaction and throughput:
+
+# %%
+from slora_ref.paper.theirs import pair
+from slora_ref.paper.theirs import table as theirs
+
+names = [f"{policy} {what}" for what in ("sat", "thr") for policy in ("FCFS", "LCFS", "Abort")]
+rows = [(row["cv"], *(row[name] for name in names)) for row in theirs("fig10_s4_a100_80_abort")]
+table(["cv", *(name.replace("sat", "satisfaction").replace("thr", "requests/s") for name in names)], rows)
+
+# %% [markdown]
+# LCFS alone ties with FCFS in throughput, and in the calmest rows its satisfaction is slightly above abort's. Abort
+# gains because those who are dropped leave the queue. And for clusters of d adapters among 32 (d = 32: no clusters),
+# requests a second / share of first tokens in time, by popularity (alpha; 1: all alike):
+
+# %%
+measured = theirs("fig11_s4_clusters_alpha")
+served = [[pair(cell)[0] for cell in list(row.values())[1:]] for row in measured]
+print(f"clusters serve up to {max(max(rates) / rates[-1] - 1 for rates in served):.0%} more requests than d = 32")
+table(list(measured[0]), map(dict.values, measured))
+
+# %% [markdown]
+# Throughput hardly changes, as the paper says, but many more first tokens are in time; which d matters little.
 #
-# - LCFS alone ties with FCFS in throughput; abort gains because those who are dropped leave the queue. On an A100
-#   with the 13B model, LCFS's satisfaction is even slightly above abort's in the calmest cells.
-# - Clustering hardly changes throughput (3 to 8 %), as the paper says, but the share of first tokens in time changes
-#   a lot: without it (d = 32) it is much lower than with any d up to 8 in most loaded cells, 0.28 against about 0.5
-#   for the 13B model. Which d matters little.
-# - The code differs from the text (`OriginalEarlyAbort`, `OriginalAdapterClusters` in `slora_ref/policy/`): 0.5 s
-#   stand for the estimated prefill, both averages are cut to whole numbers, and d is a wish: what is left over is
-#   filled with anybody.
+# The code differs from the text (`OriginalEarlyAbort`, `OriginalAdapterClusters` in `slora_ref/policy/`): 0.5 s stand
+# for the estimated prefill, both averages are cut to whole numbers, and d is a wish: what is left over is filled with
+# anybody.
 #
 # Fair sharing is not in the paper; it comes from the same group (Sheng et al., "Fairness in Serving Large Language
 # Models", 2024), whose code has it as one more queue.

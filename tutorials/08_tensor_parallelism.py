@@ -96,8 +96,8 @@ print("calls of a shard:", communicators[0].counts.calls)
 # %% [markdown]
 # ## The real thing
 # The model's own code does the same. Of o and down, this shard's columns of the sum are what B is added to. A message
-# takes time, but hardly any work; so on a GPU x A and its message run on a branch (a second stream) beside x W, and
-# `join` waits for them. A model that is not split has a communicator as well, which sends nothing.
+# takes time, but hardly any work; so on a GPU x A and its message run on a branch (a second queue of work) beside x
+# W, and `join` waits for them. A model that is not split has a communicator as well, which sends nothing.
 
 # %% listing
 from slora_ref.model import LlamaModel
@@ -324,9 +324,18 @@ attempt(check_adapter_part, solved)
 # ## What the paper adds
 # This cut is the paper's section 6, and its count of bytes is right: next to nothing. But messages cost time even
 # when they are small, and there are more of them: q, k and v are gathered one by one in the authors' code (here
-# together), and o's all-reduce comes on top, in each layer. The bars of the paper's figure 8, read off their script:
-# with 30B on four A100 and 100 adapters, 2.73 requests a second, 3.42 if the adapters' messages are left out, 5.12
-# for the base model alone (chapter 9 replays them). So the messages cost a fifth of the throughput, and the adapters
-# altogether nearly half. Their code also needs a number of shards that is a power of two and ranks that it divides;
-# rounding a rank up, with zeros, does away with both.
+# together), and o's all-reduce comes on top, in each layer. One bar of the paper's figure 8, from the authors' script
+# (chapter 9 has all of them, and replays them):
 
+# %%
+from slora_ref.paper.theirs import table as theirs
+
+bar = next(row for row in theirs("fig8_tensor_parallel") if (row["gpus"], row["n"]) == ("4", "100"))
+whole, silent, alone = (float(bar[name]) for name in ("slora", "without_lora_communication", "base_only"))
+print(f"{bar['model']} on {bar['gpus']} {bar['gpu']}, {bar['n']} adapters: {whole} requests/s")
+print(f"without the adapters' messages: {silent} requests/s, so these cost {1 - whole / silent:.0%}")
+print(f"the base model alone: {alone} requests/s, so adapters cost {1 - whole / alone:.0%} in all")
+
+# %% [markdown]
+# Their code also needs a number of shards that is a power of two and ranks that it divides; rounding a rank up, with
+# zeros, does away with both.
