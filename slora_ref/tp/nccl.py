@@ -8,7 +8,7 @@ NVLink multicast stays as the environment has it; nothing here asks for it.
 
 from __future__ import annotations
 
-import json
+import ast
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class NcclCommunicator(Communicator):
     def __init__(self, host: Communicator) -> None:
         super().__init__(host.shard)
         self._host = host
-        unique = json.dumps(nccl.get_unique_id()).encode() if self.shard.index == 0 else None
-        name = tuple(json.loads(host.broadcast(unique)))
+        unique = repr(nccl.get_unique_id()).encode() if self.shard.index == 0 else None
+        name = ast.literal_eval(host.broadcast(unique).decode())  # bytes; in CuPy 13 a tuple of integers
         self._nccl = nccl.NcclCommunicator(self.shard.count, name, self.shard.index)
         host.on_loss.append(self._nccl.abort)
 
