@@ -10,7 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slora_ref.bench.real import EXPERIMENTS as REAL
+from slora_ref.bench.real import SCALES
 from slora_ref.cli.output import Screen, Subparsers, print_json
+from slora_ref.cli.paper_real import run_real
 from slora_ref.errors import ConfigError
 from slora_ref.options import check_whole
 from slora_ref.paper.experiments import EXPERIMENTS
@@ -39,6 +42,12 @@ def add_parser(commands: Subparsers) -> None:
         default="original",
         help="original: the authors' options alone; paper, ours: beside them the paper's way, or this engine's",
     )
+    parser.add_argument(
+        "--device",
+        choices=["simulator", *SCALES],
+        default="simulator",
+        help=f"cpu, cuda: run a few points for real, with every baseline (of {', '.join(REAL)}, or all)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV files, and with --svg figures, into it")
     parser.add_argument("--svg", action="store_true", help="draw, too (needs matplotlib and --out)")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core)")
@@ -53,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: figures are wanted, and there is no folder for them, or no matplotlib; or an option is for
             experiments alone, and a study was asked for.
     """
+    if args.device != "simulator":
+        return run_real(args)
     if args.what in STUDIES and (args.svg or args.variant != "original"):
         raise ConfigError(f"{args.what} is a study of its own: it has no --variant, and its table is no figure (--svg)")
     if args.out is not None:
