@@ -26,7 +26,12 @@ class OriginalKernels:
     A block of BGMV works on 1024 / R outputs of a row, R the largest rank of the batch, and lanes above the row's own
     rank idle: so a row costs as much as the largest adapter. What is read again comes from the L2 cache; every adapter
     comes from memory at least once.
+
+    Attributes:
+        always: whether they cost something where no adapter is registered, too.
     """
+
+    always = False
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -60,8 +65,11 @@ class PaddedKernels(OriginalKernels):
     """The bmm baseline: for each sequence the adapter is padded to the batch's largest rank and copied, at every step.
 
     The authors' code does it layer by layer from Python, so that it takes nearly as long for small ranks. With one
-    adapter there is nothing to pad, and the copy is left out.
+    adapter there is nothing to pad, and the copy is left out. It goes through the layers in every step, also where the
+    base model alone is served: then that costs the host what launches cost it.
     """
+
+    always = True
 
     def lora_seconds(self, shape: StepShape, gpu: GPU, constants: Constants) -> float:
         """The product itself reads what was copied."""
@@ -70,7 +78,10 @@ class PaddedKernels(OriginalKernels):
 
     def host_seconds(self, shape: StepShape, constants: Constants) -> float:
         """Launches, and the copy."""
-        launches = super().host_seconds(shape, constants) + constants.padded_layer * self.model.num_layers
+        launches = super().host_seconds(shape, constants)
+        if not shape.lora:
+            return launches
+        launches += constants.padded_layer * self.model.num_layers
         if len({item.adapter for item in shape.lora}) < 2:
             return launches
         return launches + constants.padded_copy * len(shape.lora) * self.model.num_layers * self.model.hidden_size

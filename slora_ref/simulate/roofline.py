@@ -86,7 +86,9 @@ class StepShape:
 
 
 class Kernels(Protocol):
-    """What serving adapters adds to a step."""
+    """What serving adapters adds to a step; with `always`, also to one of an engine that has none."""
+
+    always: bool
 
     def lora_seconds(self, shape: StepShape, gpu: GPU, constants: Constants) -> float:
         """Seconds on the GPU."""

@@ -85,7 +85,8 @@ class System:
         loader = LinkLoader(clock, store, self.shards * LINK_BYTES_PER_S / self.crossings, LOAD_SECONDS)
         prefetcher = Prefetcher(pool, store, loader, config.eviction, config.prefetch)
         scheduler = Scheduler(pool, prefetcher, self.policy(), config)
-        kernels = self.kernels(self.model) if self.adapters else None
+        own = self.kernels(self.model)
+        kernels = own if self.adapters or own.always else None
         messages = Collectives(self.model, self.shards, self.lora_messages, self.gathers) if self.shards > 1 else None
         gpus = self.gpu.times(self.shards)
         roofline = Roofline(gpus, self.model, self.constants, kernels, messages)
