@@ -121,6 +121,8 @@ def small_page(folder: Path, value: object = 3, drawn: float = 1.0) -> tuple[Pat
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of tutorials with one chapter, rendered."""
     monkeypatch.setattr(render, "FOLDER", tmp_path)
+    monkeypatch.setattr(render, "INDEX", tmp_path / "README.md")
+    render.INDEX.write_text(render.BEGIN + render.END, encoding="utf-8")
     (tmp_path / "figures").mkdir()
     path, page = small_page(tmp_path)
     path.with_suffix(".md").write_text(page.text, encoding="utf-8")
@@ -139,6 +141,16 @@ def test_a_page_has_text_code_output_picture_and_a_folded_solution(folder: Path)
 @pytest.mark.parametrize("changed", [{"value": 4}, {"value": "'word'"}, {"drawn": 1.01}])
 def test_a_changed_value_or_drawing_makes_a_page_stale(folder: Path, changed: dict[str, object]) -> None:
     assert render.stale(*small_page(folder, **changed))
+
+
+def test_a_cell_that_fails_is_told_in_its_own_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = folder / "00_probe.py", folder / "00_probe.md"
+    before = page.read_text(encoding="utf-8")
+    path.write_text(CHAPTER.format(value=3, drawn=1.0) + '\nassert False, "too few pages"\n', encoding="utf-8")
+    assert render.main([str(path)]) == 1
+    told = capsys.readouterr().out
+    assert told.endswith("AssertionError: too few pages\n\n") and "00_probe.py" in told and "render.py" not in told
+    assert page.read_text(encoding="utf-8") == before
 
 
 def test_numbers_are_compared_in_their_first_three_digits_and_integers_exactly() -> None:

@@ -32,8 +32,8 @@ from slora_ref.paper.theirs import table as theirs
 run = Run(setting="S2", gpu="a10g", adapters=200, rate=2.0)
 trace = run.arrivals()
 first = trace[0]
-print(f"{len(trace)} requests in {trace[-1].time:.0f} s; the first after {first.time:.2f} s, of adapter")
-print(f"{first.adapter}, with a prompt of {first.prompt} tokens and an answer of {first.output}")
+print(f"{len(trace)} requests in {trace[-1].time:.0f} s. The first: after {first.time:.2f} s,")
+print(f"for adapter {first.adapter}, with a prompt of {first.prompt} tokens and an answer of {first.output}")
 ours = play(run, fitted_constants())
 row = theirs("fig5_s2_a10g")[-1]
 print(f"throughput: replayed {ours.throughput:.2f}, the authors' {row['S-LoRA thr']} requests/s")
@@ -104,6 +104,7 @@ from slora_ref.paper.wrong import own_points
 
 points = own_points()
 measured = np.array([point.theirs["throughput"] for point in points])
+fitted = np.array([point.run in FITTED_RUNS for point in points])
 figure = Figure(figsize=(9, 4), layout="constrained")
 panels = figure.subplots(1, 2, sharex=True, sharey=True)
 replayed = result["simulators"]["right"]["throughput_of"]
@@ -111,7 +112,10 @@ guessed = np.array([null_model(point.run, "throughput") or np.nan for point in p
 sets = {"replayed": np.array([replayed[point.name] for point in points]), "null model": guessed}
 for axes, (name, values) in zip(panels, sets.items(), strict=True):
     axes.plot([0.8, 11], [0.8, 11], color=EDGE, linewidth=1)
-    axes.plot(measured, values, "o", color=DARK if name == "replayed" else MIDDLE, markersize=4)
+    colour = DARK if name == "replayed" else MIDDLE
+    axes.plot(measured[~fitted], values[~fitted], "o", color=colour, markersize=4)
+    axes.plot(measured[fitted], values[fitted], "x", color=colour, label="the replay was fitted on these")
+    axes.legend(loc="upper left")
     axes.set(xscale="log", yscale="log", xlabel="measured by the authors, requests/s", title=name)
     axes.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
     axes.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])

@@ -12,8 +12,9 @@ After: start a 7B model with many adapters on one GPU, and say where the time of
 # measured. Nothing here needs a GPU but the commands to type.
 #
 # ## The smallest example
-# A decode step of a 7B model in float16, for one request and for 64. The weights are read once for all; keys, values
-# and adapters once for each request that has them.
+# A decode step of a 7B model in float16, for one request and for 64. The weights are read once for all, by the base
+# model's matrix products (*gemm*); keys and values once for each request (*attention*), an adapter once for all of
+# its requests (*lora*).
 
 # %%
 import json
@@ -31,7 +32,7 @@ options = DecodeOptions()
 def floors(batch, adapters, tflops=700.0):
     """Milliseconds that the bytes of each part must take."""
     case = next(c for c in DecodeOptions(batches=(batch,), adapters=(adapters,)).cases())
-    return {name: floor.bytes_ms for name, floor in case.floors(tflops).items()}
+    return {name: floor.bytes_ms for name, floor in case.floors(tflops).items() if name != "communication"}
 
 
 rows = []
@@ -47,8 +48,8 @@ table(["requests", "adapters", *(f"{name}, ms" for name in parts), "together, ms
 # its own. And keys and values grow with the context until they are the largest part.
 #
 # ## The code
-# The floors are pure arithmetic on shapes. They assume that each byte is read once, at the rate of a plain copy on
-# the GPU that was measured (an H200), and that nothing else takes time:
+# The floors are pure arithmetic on shapes. They assume that each byte is read once, at a fixed rate (chapter 4 says
+# whence it is), and that nothing else takes time:
 
 # %% listing
 source(DecodeCase.floors)
@@ -71,7 +72,9 @@ print(f"adapters of rank {options.kind.ranks} on {', '.join(options.kind.targets
 # and checks a sample of the answers against a dense model with merged weights.
 #
 # ## What to expect
-# The committed run of the demo, and the committed measurement of steps:
+# The committed run of the demo, and the committed measurement of steps. *Eager* means that the host launches each
+# kernel of a step, some hundreds of them; *graph* that they were recorded once, as a CUDA graph, and are launched by
+# one call.
 
 # %%
 demo = json.loads((ROOT / "slora_ref/bench/results/DEMO-H200.json").read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ import contextlib
 import io
 import re
 import sys
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,22 @@ def stale(path: Path, page: Page) -> list[str]:
     return found
 
 
+def in_the_chapter(error: Exception) -> str:
+    """What a cell failed with, and where; how it came to be run here is left out."""
+    where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return "".join([*traceback.format_list(where), *traceback.format_exception_only(error)])
+
+
 def main(arguments: list[str]) -> int:
-    """Writes or checks pages; 1 if one is stale."""
+    """Writes or checks pages; 1 if one is stale, or a cell fails."""
     check, failed = "--check" in arguments, False
     for path in [Path(name).resolve() for name in arguments if name != "--check"] or chapters():
-        page = render(path)
+        try:
+            page = render(path)
+        except Exception as error:  # noqa: BLE001  whatever a cell raises is the reader's to see
+            print(f"{path.name}: a cell failed, no page is written\n{in_the_chapter(error)}")
+            failed = True
+            continue
         if check:
             faults = stale(path, page)
             failed |= bool(faults)
