@@ -56,16 +56,28 @@ excerpt("kernels_cu/device.h", "// Where one target's A and B", "};")
 # matrix-vector (matrix-matrix) multiplication. The decision is made in one place:
 
 # %% listing
-from slora_ref.ops import plan
+from slora_ref.ops import Segments, plan
 
-source(plan.uses_mbgmm, plan.plan_lora)
+source(plan.uses_mbgmm)
+
+# %% [markdown]
+# A step of 24 rows: one of adapter 0, twenty of adapter 1 (a prompt), two of the base model (-1), one of adapter 2:
+
+# %%
+segments = Segments(np.array([0, 1, -1, 2]), start=np.array([0, 1, 21, 23]), length=np.array([1, 20, 2, 1]))
+planned = plan.plan_lora(segments, rows=24)
+for row in np.flatnonzero(planned.row_slots >= 0):
+    print(f"MBGMV: row {row}, adapter {planned.row_slots[row]}")
+for (first, count), adapter in zip(planned.tiles, planned.tile_slots, strict=True):
+    if count:
+        print(f"MBGMM: rows {first} to {first + count - 1}, adapter {adapter}")
 
 # %% [markdown]
 # Let us make a batch by hand: five rows, three adapters of ranks 3, 17 and 8, one row of the base model, and pages of
 # 64 numbers in random order. A column of A has 200 numbers, so it takes four pages, the last one in part. The entries
 # are what a kernel gets to see.
 
-# %%
+# %% behind
 from slora_ref.ops import lora_arguments
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
 from slora_ref.ops.rungs import ladder, make_launch
@@ -151,7 +163,7 @@ table(["row", "first entry of A", "of B", "rank"], [(row, *entry) for row, entry
 # run one after the other from barrier to barrier, and memory ends where an array ends (`kernels_cu/README.md`). So
 # each rung can be checked on a laptop, in three orders of threads.
 
-# %%
+# %% behind
 kernels = HostKernels()
 
 

@@ -49,9 +49,9 @@ for policy in (RequestLevel(), FCFS()):
         print(f"  {name} {lane}")
 
 # %% [markdown]
-# `P` is a prompt (it gives the first token), `d` a token more. With iteration-level scheduling (Orca, 2022) the batch
-# is chosen anew in every step: C takes A's place at once. The same work, fewer steps, and nobody waits for a
-# stranger.
+# `P` is a prompt (it gives the first token), `d` a token more; `FCFS` is first come, first served. With
+# iteration-level scheduling (Orca, 2022) the batch is chosen anew in every step: C takes A's place at once. The same
+# work, fewer steps, and nobody waits for a stranger.
 #
 # ## At size
 # Now 120 requests with lengths as different as in life. The time of a step: 30 ms for reading the model, and half a

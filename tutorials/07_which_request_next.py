@@ -45,8 +45,9 @@ source(Ordering, Policy)
 
 # %% [markdown]
 # ## Overload, at size
-# The real scheduler, without a model (`tutorials/bare.py`), and more arrivals than it can serve. The limit for the
-# first token is 6 s, as in the paper; *satisfaction* is its reward, 1 - (wait / 6 s)² up to the limit and 0 beyond.
+# The real scheduler, without a model (`tutorials/bare.py`), and more arrivals than it can serve. `FCFS` is first
+# come, first served; `LCFS` last come, first served; `EarlyAbort` the paper's. The limit for the first token is 6 s,
+# as in the paper; *satisfaction* is its reward, 1 - (wait / 6 s)² up to the limit and 0 beyond.
 
 # %%
 import numpy as np

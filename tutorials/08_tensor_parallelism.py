@@ -111,7 +111,7 @@ source(LlamaModel._project, LlamaModel._from_all_shards)
 # has two key heads: with four shards, two share a head, the only thing that is ever stored twice.) Pages get narrower
 # with the key heads of a shard: as many pages of half the width are half the bytes.
 
-# %%
+# %% behind
 from slora_ref.adapter import load_adapter, read_header
 from slora_ref.batch import Batch
 from slora_ref.checkpoint import cut_weights, load_checkpoint

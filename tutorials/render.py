@@ -4,7 +4,8 @@
 
 A cell begins with `# %%`. `[markdown]` cells are text in comments. What a code cell prints, and the value of its last
 expression, are shown below it. A word after `# %%` says what is shown: `listing` the output and the imports alone,
-`picture` the output with the code folded, `mistake` and `solution` all of it folded. Every cell is run, in order.
+`picture` and `behind` the output with the code folded, `mistake` and `solution` all of it folded. Every cell is run, in
+order.
 --check writes nothing; it fails where a page differs from the committed one: text, integers, other numbers in their
 first 3 digits, data behind pictures.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 INDEX, BEGIN, END = FOLDER / "README.md", "<!-- begin chapters -->\n", "<!-- end chapters -->"
+CODE_FOLDED = {"picture": "The code of the picture", "behind": "The code behind this"}
 FOLDED = {"mistake": "Mistakes, and what the check says of them", "solution": "A solution"}
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -89,12 +91,13 @@ def shown(kind: str, code: str, output: str) -> str:
     if kind == "listing":
         imports = [line for line in code.splitlines() if line.startswith(("from ", "import "))]
         return "\n".join(["```python", *imports, "```", "", ""] if imports else []) + output
-    if kind == "picture":
-        return f"{output}<details><summary>The code of the picture</summary>\n\n{block}</details>\n\n"
+    if kind in CODE_FOLDED:
+        return f"{output}<details><summary>{CODE_FOLDED[kind]}</summary>\n\n{block}</details>\n\n"
     if kind in FOLDED:
         return f"<details><summary>{FOLDED[kind]}</summary>\n\n{block}{output}</details>\n\n"
     if kind:
-        raise ValueError(f"# %% {kind}: only [markdown], listing, picture, {' and '.join(FOLDED)} are known")
+        known = ", ".join(["[markdown]", "listing", *CODE_FOLDED, *FOLDED])
+        raise ValueError(f"# %% {kind}: only {known} are known")
     return block + output
 
 
