@@ -118,14 +118,15 @@ for adapter, start, length in zip(*vars(batch.segments).values(), strict=True):
 
 # %% [markdown]
 # ### Step 6: the model runs (`model.py`, `ops/`, `rope.py`)
-# The base product is one matrix product for all rows. Beside it, `_project` adds each row's own adapter, read from
-# the pool's pages. Keys and values are read from the same pages. (`communicator`, the branch and `_own` are for a
-# model that is split over several workers; this one is whole.)
+# A layer's attention. `_project` is xW + s(xA)B: one matrix product for all rows, and beside it each row's own
+# adapter, read from the pool's pages ([chapter 1](01_many_adapters.md)). Keys and values are written to and read from
+# the same pages ([chapter 3](03_paged_attention.md)). `communicator` is for a model that is split over several
+# workers ([chapter 8](08_tensor_parallelism.md)); this one is whole.
 
 # %% listing
 from slora_ref.model import LlamaModel
 
-source(LlamaModel._attention, LlamaModel._project)
+source(LlamaModel._attention)
 
 # %% [markdown]
 # ### Step 7: logits become a token (`executor/`, `sampler.py`)
