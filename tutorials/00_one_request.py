@@ -230,6 +230,8 @@ Picture(figure, "00_one_request", "The pages of a small pool while one request r
 # - **Resources**: arithmetic alone; no engine, no loop.
 
 # %%
+from show import time_limit
+
 from slora_ref.errors import RequestError
 
 
@@ -250,12 +252,15 @@ def accepts(pages, task, word, max_tokens):
 
 
 def check_smallest_pool(candidate):
-    """Three requests, each with just enough pages and with one page less."""
+    """Three requests, each with just enough pages and with one page less; then one that no search gets through."""
     for task, word, max_tokens in (("upper-case", "sun", 1), ("upper-case", "garden", 9), ("reverse-word", "tree", 5)):
         tokens = len(tokenizer.encode(f"{word}="))
         pages = candidate(store_pages[task], tokens, max_tokens)
         assert accepts(pages, task, word, max_tokens), f"{pages} pages are too few for {word}"
         assert not accepts(pages - 1, task, word, max_tokens), f"{pages - 1} pages would do for {word}"
+    with time_limit(1):
+        many = candidate(10**15, 7, 5)
+    assert many == 10**15 + candidate(0, 7, 5), "an adapter's pages count once"
 
 
 store_pages = {"upper-case": version.pages, "reverse-word": store.add("back", ADAPTERS_FOLDER / "reverse-word").pages}
