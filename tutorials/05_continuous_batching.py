@@ -214,6 +214,26 @@ for pages in (2000, 300):
 print("the same answers:", answers[2000] == answers[300])
 
 # %% [markdown]
+# ## A step ahead
+# Deciding who runs takes the host some time, and reading the new tokens takes some more; meanwhile a GPU would stand
+# still. But the next step can nearly always be planned without knowing the tokens: who runs, where their pages are,
+# who ends by `max_tokens`. Only that an end token was drawn is seen too late. So with `async_scheduling` (vLLM's
+# name; the default on a GPU) a step is started before the tokens of the one before are read, and those enter it on
+# the device. Its price, on the CPU, where it can be counted:
+
+# %%
+texts = {}
+for ahead in (False, True):
+    engine = Engine.from_pretrained(MODEL_FOLDER, EngineConfig(async_scheduling=ahead, loading="inline"))
+    recorder = Recorder(engine)
+    texts[ahead] = [answer.text for answer in engine.generate(prompts, SamplingParams(max_tokens=20))]
+    computed = sum(sum(work.values()) for _, work in recorder.steps)
+    print(f"a step ahead: {ahead!s:5}  {len(recorder.steps)} steps, {computed} rows, {texts[ahead][:3]}")
+print("the same answers:", texts[False] == texts[True])
+
+# %% [markdown]
+# One row more for each of the twelve, computed for nothing and dropped. What it buys on a GPU is in chapter 10.
+#
 # ## Exercise
 # - **Write** `most_held(sequences)`: each sequence is a pair (tokens now, tokens still to generate). In step t = 1,
 #   2, ... it holds `now - 1 + t` tokens, up to `left` steps; then it is gone. Return the most that all of them hold
