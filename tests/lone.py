@@ -22,10 +22,10 @@ class LoneShard(Communicator):
     def __init__(self) -> None:
         super().__init__(Shard(0, 2))
 
-    def _all_reduce(self, x: np.ndarray) -> int:
+    def reduce(self, x: np.ndarray) -> int:
         return int(x.nbytes)
 
-    def _all_gather(self, x: np.ndarray, gathered: np.ndarray) -> int:
+    def gather(self, x: np.ndarray, gathered: np.ndarray) -> int:
         gathered[0], gathered[1] = x, 0
         return int(x.nbytes)
 
@@ -54,9 +54,9 @@ def be_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             Communicator.__init__(self, host.shard)
             self._nccl = module.nccl.NcclCommunicator(1, module.nccl.get_unique_id(), 0)
 
-        def _all_gather(self, x: Any, gathered: Any) -> int:
+        def gather(self, x: Any, gathered: Any) -> int:
             gathered[1:] = 0
-            return int(super()._all_gather(x, gathered[:1]))
+            return int(super().gather(x, gathered[:1]))
 
     monkeypatch.setattr(module, "NcclCommunicator", LoneNccl)
     return LoneNccl

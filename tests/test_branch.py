@@ -130,6 +130,22 @@ def test_one_shard_has_no_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "branch" not in parts_of_a_step(engine)
 
 
+def test_what_a_graph_does_is_noted_each_time() -> None:
+    """A graph repeats the work by itself; a capture is none."""
+    log: list[str] = []
+    tape = Tape([("rest", lambda: log.append("work"))], [lambda: log.append("note")])
+    tape.start()
+    tape.note()
+    tape.then(tape).replay()
+    assert log == ["work", "note", "work", "work", "note", "note"]
+    ops = HostOps()
+    with ops.recording() as recorded:
+        ops.do("rest", lambda: log.append("more"))
+        ops.note(lambda: log.append("noted"))
+    recorded.replay()
+    assert log[6:] == ["more", "noted"] * 2
+
+
 def test_parts_of_a_tape_keep_their_branches() -> None:
     log: list[str] = []
     parts: tuple[Part, ...] = ("rest", "branch", "lora", "gemm", "branch", "lora")

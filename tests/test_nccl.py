@@ -50,11 +50,9 @@ def test_nccl_of_one_copies_and_adds_nothing(dtype: str) -> None:
     communicator = importlib.import_module("slora_ref.tp.nccl").NcclCommunicator(Alone())
     values = np.arange(1, 13).astype(float_dtype(dtype)).reshape(3, 4)
     x, gathered = cupy.asarray(values), cupy.zeros((1, 3, 4), float_dtype(dtype))
-    communicator.reduce_in_place(x, "base")
-    communicator.gather_into(x, gathered, "lora")
+    sent = communicator.reduce(x), communicator.gather(x, gathered)
     assert cupy.asnumpy(gathered)[0].tobytes() == values.tobytes()
-    assert communicator.counts.calls == {"all_reduce": 1, "all_gather": 1, "broadcast": 0}
-    assert not any(communicator.counts.nbytes.values()), "there is nobody to send anything to"
+    assert sent == (0, 0), "there is nobody to send anything to"
 
 
 def test_a_graph_takes_in_both_branches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +104,7 @@ def test_a_shard_alone_computes_on_a_gpu_what_it_does_in_numpy(
     names = {name: name for name in ADAPTERS}
     want = lone_answers(new_engine(names, shards=2))
     be_alone_on_a_gpu(monkeypatch)
-    options: dict[str, Any] = {"dtype": dtype, "communicator": "nccl", "enforce_eager": eager}
+    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": eager}
     engine = new_engine(names, on="cuda", shards=2, **options)
     got = lone_answers(engine)
     for (_, prompt), (tokens, logits), (want_tokens, want_logits) in zip(ASKS * 2, got, want, strict=True):
@@ -120,6 +118,18 @@ def test_a_shard_alone_computes_on_a_gpu_what_it_does_in_numpy(
     assert bool(executor.kept.graphs) != eager
     assert np.abs(got[0][1][0] - got[1][1][0]).max() > 0.1, "an adapter would not be missed"
     assert engine.executor.milliseconds(("lora", "lora_communication")) > 0, "parts of a step are captured, too"
+
+
+def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of steps that are launched one by one."""
+    be_alone_on_a_gpu(monkeypatch)
+    counts = []
+    for eager in (True, False):
+        engine = new_engine({name: name for name in ADAPTERS}, on="cuda", shards=2, enforce_eager=eager)
+        lone_answers(engine)
+        counts.append(engine.executor.counts)
+    assert counts[0] == counts[1] and counts[0].as_of_a_ring
+    assert counts[0].calls["all_reduce"] > 0 < counts[0].lora_nbytes
 
 
 # --- two GPUs ---

@@ -67,6 +67,7 @@ class DemoReport:
     bytes_loaded: int
     bytes_sent: int
     lora_bytes_sent: int
+    bytes_as_of_a_ring: bool
     max_logit_error: float
     samples: tuple[tuple[str, str, str], ...]
     history: tuple[str, ...]
@@ -139,7 +140,8 @@ class DemoReport:
         if self.shards == 1:
             return []
         sent, share = self.bytes_sent / 1e6, self.lora_bytes_sent / self.bytes_sent
-        return [("messages of a shard", f"{sent:.1f} MB, {share:.0%} of them LoRA's ({self.shards} shards)")]
+        how = "as a ring would send them" if self.bytes_as_of_a_ring else "counted as they were sent"
+        return [("messages of a shard", f"{sent:.1f} MB, {share:.0%} of them LoRA's; {how} ({self.shards} shards)")]
 
 
 def _ms(seconds: float | None) -> str:
@@ -188,6 +190,7 @@ def summarize(
         bytes_loaded=counts.bytes_loaded,
         bytes_sent=sum(sent.nbytes.values()),
         lora_bytes_sent=sent.lora_nbytes,
+        bytes_as_of_a_ring=sent.as_of_a_ring,
         max_logit_error=float(np.max([verdict.logit_error for verdict in verdicts])),  # a NaN stays one
         samples=tuple((question.adapter, question.prompt, done.text) for question, done, _ in asked[:8]),
         history=tuple(watch.history()),

@@ -94,7 +94,7 @@ class KeptSteps:
             after = before and before.behind.get(second)
             if not self._capture or before is None or after is None:
                 return None
-            graph = self._ops.graph(Tape([*before.tape.work, *after.tape.work]))
+            graph = self._ops.graph(before.tape.then(after.tape))
             whole = Kept(graph.tape, graph.launch, after.result)
             _keep(self.graphs, (first, second), whole, MOST_GRAPHS)
         whole.again()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from slora_ref.ops.kernel_backend import KernelBackend
-from slora_ref.ops.tape import Part, Work
+from slora_ref.ops.tape import Part
 from slora_ref.shapes import Array, Shaped
-from slora_ref.tp.communicator import Communicator, Purpose
+from slora_ref.tp.communicator import Collective, Communicator, Purpose
 
 PARTS: dict[Purpose, Part] = {"base": "communication", "lora": "lora_communication"}
 
@@ -27,7 +28,7 @@ class StepCommunicator(Communicator):
     def all_reduce(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, " *dims"]:
         """As Communicator's; each repetition adds up what x holds then."""
         if self.shard.count > 1 and x.size:
-            self._do(partial(self._inner.reduce_in_place, x, purpose), purpose)
+            self._do("all_reduce", partial(self._inner.reduce, x), purpose)
         return x
 
     def all_gather(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, "shards ..."]:
@@ -36,16 +37,24 @@ class StepCommunicator(Communicator):
             return x[None]
         gathered = self._ops.empty(f"gathered_{x.ndim}", (self.shard.count, *x.shape), x.dtype)
         if x.size:
-            self._do(partial(self._inner.gather_into, x, gathered, purpose), purpose)
+            self._do("all_gather", partial(self._inner.gather, x, gathered), purpose)
         return gathered
 
-    def _do(self, move: Work, purpose: Purpose) -> None:
-        self._ops.do(PARTS[purpose], self._ops.from_here(move))
+    def _do(self, collective: Collective, move: Callable[[], int], purpose: Purpose) -> None:
+        """Moves, and counts: a graph that repeats the move does not count."""
+        sent = 0
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+        def work() -> None:
+            nonlocal sent
+            sent = move()
+
+        self._ops.do(PARTS[purpose], self._ops.from_here(work))
+        self._ops.note(lambda: self.counts.add(collective, sent, purpose))
+
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         raise AssertionError("the inner communicator moves the arrays")
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         raise AssertionError("the inner communicator moves the arrays")
 
     def _broadcast(self, message: bytes | None) -> tuple[bytes, int]:

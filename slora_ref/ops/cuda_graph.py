@@ -29,13 +29,14 @@ class CudaGraph(Graph):
         self.tape, self._stream = tape, stream
         self._stream.begin_capture()
         try:
-            tape.replay()
+            tape.start()
         finally:
             self._graph: Any = self._stream.end_capture()
 
     def launch(self) -> None:
         """One call of the driver, on the stream."""
         self._graph.launch(self._stream)
+        self.tape.note()
 
     def milliseconds(self) -> float:
         """Median of ten runs between events."""

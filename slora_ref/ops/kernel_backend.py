@@ -185,6 +185,12 @@ class KernelBackend(ABC):
         self._last = part
         work()
 
+    def note(self, note: Work) -> None:
+        """Has the host write something down, and again whenever the work is done of which somebody records it."""
+        if self._tape is not None:
+            self._tape.notes.append(note)
+        note()
+
     @contextmanager
     def recording(self) -> Iterator[Tape]:
         """Keeps the work that is done within."""

@@ -26,14 +26,34 @@ def part_of(operation: str) -> Part:
 
 @dataclass
 class Tape:
-    """Work in the order in which it was done first."""
+    """Work in the order in which it was done first.
+
+    Args:
+        work: what a device does.
+        notes: what the host writes down each time that it is done.
+    """
 
     work: list[tuple[Part, Work]] = field(default_factory=list)
+    notes: list[Work] = field(default_factory=list)
 
     def replay(self) -> None:
         """Does it all again."""
+        self.start()
+        self.note()
+
+    def start(self) -> None:
+        """Does the work alone, as a graph that captures it wants."""
         for _, work in self.work:
             work()
+
+    def note(self) -> None:
+        """Writes down that it was done."""
+        for note in self.notes:
+            note()
+
+    def then(self, other: Tape) -> Tape:
+        """This, and the other behind it."""
+        return Tape([*self.work, *other.work], [*self.notes, *other.notes])
 
     def only(self, *parts: Part) -> Tape:
         """The work of some parts, in or beside a branch as it was, for a measurement: its results mean nothing."""

@@ -1,8 +1,10 @@
 """Communicator: the three collectives of tensor parallelism, with what they sent, whatever carries it.
 
 All shards call the same collectives in the same order, with arrays of the same shape and dtype. Bytes are what one
-shard sends when messages go around a ring, as in the paper's cost model (section 6): (N-1)/N of the array for an
-all-gather's result, twice that for an all-reduce, all of it for a broadcast. It knows nothing of models.
+shard sends of them. Threads (a ring) and started processes (a star around shard 0) count a message where they send it.
+MPI and NCCL choose an algorithm and do not tell which; theirs are what a ring sends, as in the paper's cost model
+(section 6): (N-1)/N of an all-gather's result, twice that for an all-reduce, all of a broadcast but on the last shard.
+It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ Purpose = Literal["base", "lora"]
 
 @dataclass
 class Counts:
-    """Calls and bytes sent by one shard, by collective; and the bytes of them that were LoRA's."""
+    """Calls and bytes sent by one shard, by collective; and the bytes of them that were LoRA's.
+
+    Args:
+        as_of_a_ring: whether the bytes of steps are a ring's, or those of the messages that were sent.
+    """
 
     calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0, "broadcast": 0})
     nbytes: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0, "broadcast": 0})
     lora_nbytes: int = 0
+    as_of_a_ring: bool = False
 
     def add(self, collective: Collective, nbytes: int, purpose: Purpose = "base") -> None:
         """One more call, which sent so many bytes."""
@@ -55,14 +62,9 @@ class Communicator(ABC):
         Raises:
             ShardLost: another shard has died or failed.
         """
-        if self.shard.count > 1:
-            self.reduce_in_place(x, purpose)
+        if self.shard.count > 1 and x.size:
+            self.counts.add("all_reduce", self.reduce(x), purpose)
         return x
-
-    def reduce_in_place(self, x: Shaped[Array, " *dims"], purpose: Purpose) -> None:
-        """All-reduce, for those who have x."""
-        if x.size:
-            self.counts.add("all_reduce", self._all_reduce(x), purpose)
 
     def all_gather(self, x: Shaped[Array, " *dims"], purpose: Purpose = "base") -> Shaped[Array, "shards ..."]:
         """Every shard's x, in the order of the shards.
@@ -73,15 +75,9 @@ class Communicator(ABC):
         if self.shard.count == 1:
             return x[None]
         gathered = np.empty((self.shard.count, *x.shape), x.dtype)
-        self.gather_into(x, gathered, purpose)
-        return gathered
-
-    def gather_into(
-        self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."], purpose: Purpose
-    ) -> None:
-        """All-gather into memory that is there."""
         if x.size:
-            self.counts.add("all_gather", self._all_gather(x, gathered), purpose)
+            self.counts.add("all_gather", self.gather(x, gathered), purpose)
+        return gathered
 
     def broadcast(self, message: bytes | None = None) -> bytes:
         """Shard 0's message, on every shard; the others pass None, and wait for as long as it takes.
@@ -103,12 +99,12 @@ class Communicator(ABC):
         """The other shards have been told to stop: lets go of what was started for them."""
 
     @abstractmethod
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
-        """Adds up in place; returns the bytes sent."""
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
+        """Adds up in place; returns the bytes sent, which it does not count."""
 
     @abstractmethod
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
-        """Fills `gathered`; returns the bytes sent."""
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+        """Fills `gathered`; returns the bytes sent, which it does not count."""
 
     @abstractmethod
     def _broadcast(self, message: bytes | None) -> tuple[bytes, int]:
@@ -125,10 +121,10 @@ class Alone(Communicator):
     def __init__(self) -> None:
         super().__init__(WHOLE)
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         raise AssertionError("a single shard sends nothing")
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         raise AssertionError("a single shard sends nothing")
 
     def _broadcast(self, message: bytes | None) -> tuple[bytes, int]:

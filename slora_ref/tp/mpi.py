@@ -35,12 +35,13 @@ class MpiCommunicator(Communicator):
         self._mpi = _import_mpi()
         self._world = self._mpi.COMM_WORLD
         super().__init__(Shard(self._world.Get_rank(), self._world.Get_size()))
+        self.counts.as_of_a_ring = True
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         self._wait(self._world.Iallreduce(self._mpi.IN_PLACE, x))
         return all_reduce_elements(x.nbytes, self.shard.count)
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         self._wait(self._world.Iallgather(np.ascontiguousarray(x), gathered))
         return int(x.nbytes) * (self.shard.count - 1)
 
@@ -50,7 +51,7 @@ class MpiCommunicator(Communicator):
         data = np.empty(int(size[0]), np.uint8) if message is None else np.frombuffer(message, np.uint8).copy()
         self._wait(self._world.Ibcast(data))
         last = self.shard.index == self.shard.count - 1
-        return data.tobytes(), 0 if last else data.nbytes
+        return data.tobytes(), 0 if last else size.nbytes + data.nbytes
 
     def _wait(self, request: Any) -> None:
         looks = 0

@@ -30,18 +30,19 @@ class NcclCommunicator(Communicator):
 
     def __init__(self, host: Communicator) -> None:
         super().__init__(host.shard)
-        self._host = host
+        self.counts, self._host = host.counts, host
+        self.counts.as_of_a_ring = True
         unique = repr(nccl.get_unique_id()).encode() if self.shard.index == 0 else None
         name = ast.literal_eval(host.broadcast(unique).decode())  # bytes; in CuPy 13 a tuple of integers
         self._nccl = nccl.NcclCommunicator(self.shard.count, name, self.shard.index)
         host.on_loss.append(self._nccl.abort)
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         place, stream = _address(x), get_current_stream().ptr
         self._nccl.allReduce(place, place, x.size, KINDS[x.dtype.name], nccl.NCCL_SUM, stream)
         return all_reduce_elements(x.nbytes, self.shard.count)
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         stream = get_current_stream().ptr
         self._nccl.allGather(_address(x), _address(gathered), x.size, KINDS[x.dtype.name], stream)
         return int(x.nbytes) * (self.shard.count - 1)

@@ -52,7 +52,7 @@ class ProcessCommunicator(Communicator):
             self._say(link, message)
         return message, len(message) * len(self._links)
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         if self.leads:
             gathered[0] = x
             for index, link in enumerate(self._links, start=1):
@@ -62,9 +62,9 @@ class ProcessCommunicator(Communicator):
         gathered[...] = np.frombuffer(self._hear(self._links[0]), x.dtype).reshape(gathered.shape)
         return int(x.nbytes)
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         gathered = np.empty((self.shard.count, *x.shape), x.dtype)
-        sent = self._all_gather(x, gathered)
+        sent = self.gather(x, gathered)
         x[...] = gathered.sum(axis=0)
         return sent
 

@@ -30,7 +30,7 @@ class RingCommunicator(Communicator):
             ShardLost: it will not come.
         """
 
-    def _all_reduce(self, x: Shaped[Array, " ..."]) -> int:
+    def reduce(self, x: Shaped[Array, " ..."]) -> int:
         parts = np.array_split(x.reshape(-1), self.shard.count)
         assert np.shares_memory(parts[0], x), "all_reduce works in place, on contiguous arrays"
         index, sent = self.shard.index, 0
@@ -42,7 +42,7 @@ class RingCommunicator(Communicator):
             parts[index - turn][...] = self._receive()
         return sent
 
-    def _all_gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
+    def gather(self, x: Shaped[Array, " *dims"], gathered: Shaped[Array, "shards ..."]) -> int:
         index, sent = self.shard.index, 0
         gathered[index] = x
         for turn in range(self.shard.count - 1):
