@@ -129,13 +129,17 @@ class OnGpu:
         self.data, self.flags = SimpleNamespace(ptr=address), SimpleNamespace(c_contiguous=True)
 
 
-def test_nccl_is_told_where_how_much_and_on_which_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: the calls that CuPy would get, on two shards whose orders go through threads."""
+@pytest.mark.parametrize("name", [bytes(range(128)), tuple(range(-64, 64))])
+def test_nccl_is_told_where_how_much_and_on_which_stream(
+    name: bytes | tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the calls that CuPy would get, on two shards whose orders go through threads. Its versions differ
+    in the type of a group's name."""
     calls: dict[int, list[tuple[object, ...]]] = {0: [], 1: []}
 
     class Nccl:
-        def __init__(self, count: int, name: tuple[int, ...], rank: int) -> None:
-            assert (count, name) == (2, tuple(range(-64, 64))), "all shards have shard 0's name of the group"
+        def __init__(self, count: int, told: bytes | tuple[int, ...], rank: int) -> None:
+            assert (count, told) == (2, name), "all shards have shard 0's name of the group"
             self.calls = calls[rank]
 
         def allReduce(self, *arguments: int) -> None:
@@ -148,7 +152,7 @@ def test_nccl_is_told_where_how_much_and_on_which_stream(monkeypatch: pytest.Mon
             self.calls.append(("abort",))
 
     kinds = {"NCCL_FLOAT32": 7, "NCCL_FLOAT16": 6, "NCCL_BFLOAT16": 9, "NCCL_SUM": 0}
-    nccl = SimpleNamespace(get_unique_id=lambda: tuple(range(-64, 64)), NcclCommunicator=Nccl, **kinds)
+    nccl = SimpleNamespace(get_unique_id=lambda: name, NcclCommunicator=Nccl, **kinds)
     cuda = SimpleNamespace(nccl=nccl, get_current_stream=lambda: SimpleNamespace(ptr=77))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
