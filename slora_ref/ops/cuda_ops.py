@@ -158,11 +158,8 @@ class CudaOps(KernelOps):
     def branch(self) -> Iterator[None]:
         """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""
         self.do("branch", self._fork)
-        self.branch_stream.use()
-        try:
+        with _current(self.branch_stream):
             yield
-        finally:
-            self.stream.use()
 
     def join(self) -> None:
         """The main stream waits for the branch's."""
@@ -183,7 +180,7 @@ class CudaOps(KernelOps):
             return work
 
         def run() -> None:
-            with stream:
+            with _current(stream):
                 work()
 
         return run
@@ -194,13 +191,10 @@ class CudaOps(KernelOps):
         ticket = Passed()
         ticket.event.record(self.stream)
         self.side.wait_event(ticket.event)
-        self.side.use()
-        try:
+        with _current(self.side):
             ticket.begin()
             yield ticket
             ticket.event.record(self.side)
-        finally:
-            self.stream.use()
 
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
         """The table on the device, in memory of its own."""
@@ -240,6 +234,17 @@ class CudaOps(KernelOps):
         if len(x):
             self.do("gemm", self.cublas.product(y, x, weight))
         return y
+
+
+@contextmanager
+def _current(stream: Any) -> Iterator[None]:
+    """Work within goes to this stream. CuPy's own `with stream` forgets at its end what `use` had made current."""
+    before = cupy.cuda.get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
 
 
 def _address(array: Any) -> int:
