@@ -59,6 +59,38 @@ print(f"{BYTES_PER_S / 1e12:.2f} TB/s; contexts of {options.prompt} + {options.o
 print(f"adapters of rank {options.kind.ranks} on {', '.join(options.kind.targets)}")
 
 # %% [markdown]
+# ## One call instead of hundreds
+# A decode step is many small kernels, and the host needs several microseconds to prepare and start each of them. If
+# that takes longer than the GPU computes, the GPU waits. So a step's launches are written down when a step of its
+# shape comes for the first time: all arrays lie where they lay before, and only the numbers in them differ. On a GPU
+# they then become a *CUDA graph*, started by one call. The same engine on the same kernels runs here through g++,
+# with the toy model (two layers), to show what there is to be started:
+
+# %%
+from collections import Counter
+
+from slora_ref import Engine, EngineConfig, SamplingParams
+from slora_ref.checkpoint import load_checkpoint
+from slora_ref.config import ModelConfig
+from slora_ref.engine.build import assemble
+from slora_ref.engine.devices import KernelDevice
+from slora_ref.ops.host_ops import HostOps
+from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER
+
+config, toy = EngineConfig(pool_pages=2000, loading="inline", max_running=8), ModelConfig.from_folder(MODEL_FOLDER)
+weights = load_checkpoint(MODEL_FOLDER, toy, "float32")
+engine = Engine(*assemble(toy, weights, None, KernelDevice(config, HostOps(np.float32)), config))
+for task in ("upper-case", "reverse-word"):
+    engine.add_adapter(task, ADAPTERS_FOLDER / task)
+garden = [0, 74, 68, 85, 71, 72, 81, 32]
+answers = engine.generate([garden] * 3, SamplingParams(max_tokens=8), ["upper-case", "reverse-word", None])
+kept = engine.executor.kept
+for graph in kept.graphs.values():
+    parts = Counter(part for part, _ in graph.tape.work)
+    print(f"one graph: {len(graph.tape.work)} launches,", ", ".join(f"{count} {part}" for part, count in parts.items()))
+print(f"steps: {engine.steps}, different shapes: {len(kept.tapes)}; tokens: {[len(one.token_ids) for one in answers]}")
+
+# %% [markdown]
 # ## What to type
 # On a machine with an NVIDIA GPU (24 GB hold a 7B model and a small pool), after `make demo`:
 # ```
@@ -72,9 +104,8 @@ print(f"adapters of rank {options.kind.ranks} on {', '.join(options.kind.targets
 # and checks a sample of the answers against a dense model with merged weights.
 #
 # ## What to expect
-# The committed run of the demo, and the committed measurement of steps. *Eager* means that the host launches each
-# kernel of a step, some hundreds of them; *graph* that they were recorded once, as a CUDA graph, and are launched by
-# one call.
+# The committed run of the demo, and the committed measurement of steps: *eager* is launch by launch, *graph* one
+# call.
 
 # %%
 demo = json.loads((ROOT / "slora_ref/bench/results/DEMO-H200.json").read_text(encoding="utf-8"))
