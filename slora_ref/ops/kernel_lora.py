@@ -29,8 +29,9 @@ class KernelLora(KernelBackend):
         shards: over which a model is split.
 
     Attributes:
-        fixed_launches: launch the same LoRA kernels whatever the adapters of a step, as a captured graph must; else
-            those that would find nothing to do are left out. Bits do not change. Set it before a step is planned.
+        fixed_launches: launch the same LoRA kernels whatever the adapters of a step, so that a bucket has one graph
+            alone; else those that would find nothing to do are left out. Bits do not change. Set it before a step is
+            planned.
     """
 
     def __init__(

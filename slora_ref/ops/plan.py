@@ -69,8 +69,8 @@ def plan_lora(segments: Segments, rows: int, together: bool = False, fixed: bool
     Args:
         together: whether there are kernels that do MBGMV's and MBGMM's work in one launch; they are used in steps that
             have both, of at most TOGETHER_UP_TO rows. A row's bits are the same in either launch.
-        fixed: the launches depend on the number of rows alone, as a captured graph needs; else what would have nothing
-            to do is left out.
+        fixed: the launches depend on the number of rows alone; else what would have nothing to do is left out, and a
+            bucket has as many graphs as there are sets of kernels, which is faster.
     """
     used, shared = segments.adapter >= 0, uses_mbgmm(segments.length)
     single = used & ~shared & (segments.length > 0)
