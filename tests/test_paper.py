@@ -16,10 +16,12 @@ from slora_ref.paper import studies
 from slora_ref.paper.bars import Closeness, closeness, errors, shard_closeness
 from slora_ref.paper.constants import fitted_constants
 from slora_ref.paper.experiments import EXPERIMENTS
+from slora_ref.paper.findings import noticeable_pairs
 from slora_ref.paper.packed import play_packed
 from slora_ref.paper.page import page, read_rows
 from slora_ref.paper.play import Row, compare, play, play_all
 from slora_ref.paper.points import FITTED_RUNS, FITTED_SHARDS, Point, null_model
+from slora_ref.paper.real_page import FILES, committed_run
 from slora_ref.paper.run import Run
 from slora_ref.paper.systems import config_of, original_tokens, policy_of, system_of
 from slora_ref.paper.wrong import FIXED, SIMULATORS, committed, own_points, play_in
@@ -276,6 +278,30 @@ def test_two_pools_of_one_size_hold_less(monkeypatch: pytest.MonkeyPatch) -> Non
         assert row["kv"] + row["adapter"] + row["free"] == pytest.approx(1) and row["refused"] == 0
         assert min(row["kv"], row["adapter"], row["free"]) > 0
     assert all(row["throughput"] < one["throughput"] and row["free"] > one["free"] for row in two)
+
+
+def test_a_pair_of_systems_has_an_order_by_hand() -> None:
+    near, far = (
+        [row("throughput", 2.0, 1.0), row("throughput", 1.0, other, system="bmm")] for other in (1.02, 0.9)
+    )
+    assert not noticeable_pairs({"fig5": near, "fig6": []})
+    (pair,) = noticeable_pairs({"fig5": far, "fig6": []})
+    assert pair.right and pair.names == ("slora", "bmm") and pair.first == (2.0, 1.0)
+    equal = [row("throughput", 2.0, 1.0), row("throughput", 2.0, 0.9, system="bmm")]
+    assert not noticeable_pairs({"fig5": equal, "fig6": []})[0].right, "a tie is no order"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_run_for_real_has_the_papers_order(name: str) -> None:
+    rows = {each["point"]: each for each in committed_run(name)["rows"]}
+    assert rows["n=1 merge"]["requests_per_s"] > rows["n=1 slora"]["requests_per_s"]
+    assert rows["n=5 merge"]["requests_per_s"] < rows["n=5 slora"]["requests_per_s"]
+    assert all(rows[f"n={n} bmm"]["step_ms"] > rows[f"n={n} slora"]["step_ms"] for n in (5, 100))
+    split = [each for each in rows.values() if each["system"] == "split"]
+    one = rows["n=200 tight pool slora"]
+    assert split and all(each["most_running"] < one["most_running"] for each in split)
+    assert all(each["mean_running"] < one["mean_running"] for each in split)
+    assert all(each["first_tokens_as_slora"] >= 0.95 for each in rows.values()), "rounding may turn a token or two"
 
 
 def test_the_results_page_is_what_its_files_say() -> None:
