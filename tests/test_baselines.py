@@ -232,7 +232,8 @@ def test_split_pools_admit_fewer_than_one_pool_of_their_size() -> None:
         one = base.engine(config)
         for name, path in folders.items():
             one.add_adapter(name, path)
-        assert most_running(split_pools(base, config, folders, 0.6), used) < most_running(one, used)
+        with without_shape_checks():
+            assert most_running(split_pools(base, config, folders, 0.6), used) < most_running(one, used)
 
 
 @pytest.mark.parametrize(

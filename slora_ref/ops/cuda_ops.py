@@ -19,40 +19,11 @@ from slora_ref.ops import row_arguments
 from slora_ref.ops.cuda_blas import Cublas
 from slora_ref.ops.cuda_graph import CudaGraph
 from slora_ref.ops.cuda_kernels import CudaKernels, is_pinned
-from slora_ref.ops.kernel_backend import Ticket
+from slora_ref.ops.cuda_ticket import Passed
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
 from slora_ref.ops.tape import Tape, Work
 from slora_ref.shapes import Array, Float
-
-
-class Passed(Ticket):
-    """For what a stream has been given: an event before it and one behind it."""
-
-    def __init__(self) -> None:
-        self._first, self.event = cupy.cuda.Event(), cupy.cuda.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether the stream has passed the event."""
-        return bool(self.event.done)
-
-    def wait(self) -> None:
-        """Waits for that."""
-        self.event.synchronize()
-
-    def begin(self) -> None:
-        """The first event, on the current stream."""
-        self._first.record(cupy.cuda.get_current_stream())
-
-    def seconds(self) -> float:
-        """Between the two events."""
-        return float(cupy.cuda.get_elapsed_time(self._first, self.event)) / 1e3
-
-    def seconds_since(self, earlier: Ticket) -> float:
-        """Between the events behind both."""
-        assert isinstance(earlier, Passed), "tickets of two backends"
-        return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) / 1e3
 
 
 class CudaOps(KernelOps):
