@@ -1,4 +1,6 @@
-"""Meter: what the steps of a run had to move and to compute at the least, and what the pool held after each."""
+"""Meter: what the steps of a run had to move and to compute at the least, how long they kept the device at work, and
+what the pool held after each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.config.presets import parameters
 from slora_ref.engine import Engine
 from slora_ref.executor import Executor, StartedStep
+from slora_ref.executor.kernel_step import KernelStep
 from slora_ref.pager import PoolUsage
 from slora_ref.sampler import Sampling
 
@@ -31,6 +34,7 @@ class Meter:
     rows: int = 0
     times: list[float] = field(default_factory=list)  # seconds on the engine's clock, after each step
     usages: list[PoolUsage] = field(default_factory=list)
+    started: list[StartedStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Takes the executor's place."""
@@ -55,7 +59,16 @@ class Meter:
             moved = self._weights * pool.storage.itemsize + pool.layout.token_pages(tokens) * pool.page_bytes
             flops = 2 * self._weights * len(batch.token_ids)
             self.floor_s += max((moved + adapter_bytes) / BYTES_PER_S, flops / (self.tflops * 1e12))
-        return self._inner.start(batch, sampling)
+        self.started.append(self._inner.start(batch, sampling))
+        return self.started[-1]
+
+    def device_s(self) -> float | None:
+        """Seconds in which a device was at work on a step: the rest of the time it waited for the host.
+
+        From the arrival of a step's numbers to the departure of its samples. None: no device has computed the steps.
+        """
+        seconds = [step.seconds() for step in self.started if isinstance(step, KernelStep)]
+        return sum(seconds) if seconds else None
 
     def sample(self) -> None:
         """After a step: what the pool holds."""

@@ -83,7 +83,11 @@ def _common(options: ServeOptions, run: Run, eviction: str, link: float) -> dict
         "bytes_read": run.bytes_read,
         "register_s": run.register_s,
         "seconds": run.seconds,
-        "steps": len(run.meter.times),
+        "steps": len(run.meter.started),
+        "rows_a_step": run.meter.rows / len(run.meter.started),
+        "idle_fraction": None if run.device_s is None else max(0.0, 1 - run.device_s / run.seconds),
+        "max_running": options.engine_config().max_running,
+        "max_batched_tokens": options.engine_config().max_batched_tokens,
     }
 
 

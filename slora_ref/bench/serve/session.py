@@ -26,6 +26,7 @@ class Run:
         registered: names.
         register_s: seconds that registering them took.
         seconds: from the first request to the last answer.
+        device_s: of them, see Meter.
         load_s: seconds in which copies into the pool were under way.
         reads, bytes_read: folders read from disk during the run.
     """
@@ -33,6 +34,7 @@ class Run:
     registered: int
     register_s: float
     seconds: float
+    device_s: float | None
     load_s: float
     reads: int
     bytes_read: int
@@ -83,7 +85,8 @@ class Session:
             engine.prefetcher.wait_for_any()
             engine.prefetcher.poll()
         load_s, reads, nbytes = (b - a for a, b in zip(before, after, strict=True))
-        return Run(registered, register_s, seconds, load_s, int(reads), int(nbytes), counts, completions, meter)
+        times = registered, register_s, seconds, meter.device_s(), load_s
+        return Run(*times, int(reads), int(nbytes), counts, completions, meter)
 
 
 def warm(engine: Engine) -> None:
