@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from serving import without_shape_checks
 
+from slora_ref.batch import Batch
 from slora_ref.bench.serve import ServeOptions, bench_load, bench_serve
+from slora_ref.bench.serve.meter import Meter
 from slora_ref.bench.serve.session import Run, open_session
 from slora_ref.bench.serve.traffic import draw_traffic
 from slora_ref.cli.main import main
 from slora_ref.errors import ConfigError
+from slora_ref.executor import StartedStep
+from slora_ref.sampler import Sampling
 
 SMALL = ServeOptions(registered=(2, 40), requests=40, distinct=5, lengths=(4, 12))
 
@@ -33,6 +37,26 @@ def test_the_traffic_is_the_same_but_for_the_adapters() -> None:
     assert all(4 <= a.prompt < 12 and 4 <= a.output < 12 for a in few)
     assert {a.adapter for a in few} == {0, 1} and max(a.adapter for a in many) > 20
     assert few[-1].time == pytest.approx(40 / 20, rel=0.4)
+
+
+def test_requests_that_join_together_take_fewer_steps_with_prefill() -> None:
+    class Counted(Meter):
+        """Counts steps in which a prompt is computed."""
+
+        prefills = 0
+
+        def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
+            self.prefills += bool((batch.spans.length > 1).any())
+            return super().start(batch, sampling)
+
+    counts = []
+    for join_every in (1, 4):
+        with open_session(replace(SMALL, registered=(5,), join_every=join_every)) as session:
+            meter = Counted(session.engine, None)
+            session.run(5, "lru")
+            meter.close()
+            counts.append(meter.prefills)
+    assert counts[1] < 0.7 * counts[0]
 
 
 @pytest.mark.parametrize("popularity", ["uniform", "zipf"])
@@ -60,6 +84,7 @@ def test_a_run_says_what_happened() -> None:
         assert len(run.meter.times) == len(run.meter.usages) >= row["steps"]
         assert row["rows_a_step"] * row["steps"] == pytest.approx(run.meter.rows)
         assert row["idle_fraction"] is None, "a CPU waits for nobody"
+        assert (row["max_running"], row["max_batched_tokens"], row["join_every"]) == (16, 256, 1)
         pages = {usage.kv + usage.adapter + usage.free for usage in run.meter.usages}
         assert len(pages) == 1 and run.meter.usages[-1].kv == 0
     assert rows[0]["of_first"] == 1.0

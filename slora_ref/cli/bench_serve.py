@@ -55,6 +55,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--prefetch", type=int, default=defaults.prefetch, help=f"adapters loaded ahead at once {default}")
     add("--max-running", type=int, help="requests in a step (default: 128, for the toy 16)")
     add("--max-batched-tokens", type=int, help="rows in a step (default: 2048, for the toy 256)")
+    add("--join-every", type=int, default=defaults.join_every, help=f"steps until others may join {default}")
     add("--shards", type=int, default=defaults.shards, help=f"tensor-parallel workers {default}")
     add("--seed", type=int, default=defaults.seed, help=f"of everything that is drawn {default}")
 
@@ -66,7 +67,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         ConfigError: they cannot be measured.
     """
     taken = """model device dtype requests rate popularity distinct own_copies host_gb lengths eviction prefetch
-    max_running max_batched_tokens shards seed""".split()
+    max_running max_batched_tokens join_every shards seed""".split()
     given: dict[str, Any] = {name: getattr(args, name) for name in taken}
     if args.registered is not None:
         given["registered"] = sum(args.registered, ())

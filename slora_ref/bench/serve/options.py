@@ -37,6 +37,7 @@ class ServeOptions:
         eviction: policies; `bench_serve` takes the first.
         prefetch: see EngineConfig.
         max_running, max_batched_tokens: see EngineConfig; None: 128 and 2048, for the toy 16 and 256.
+        join_every: see EngineConfig; beside decoding requests, prefill is the cheaper the more of it comes at once.
         shards: tensor-parallel workers.
         seed: of lengths, popularity, arrivals and weights.
     """
@@ -57,6 +58,7 @@ class ServeOptions:
     prefetch: int = 16
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    join_every: int = 1
     shards: int = 1
     seed: int = 0
 
@@ -70,6 +72,7 @@ class ServeOptions:
             check_whole(ConfigError, "registered", count, 1, 100_000)
         check_whole(ConfigError, "requests", self.requests, 1, 1_000_000)
         check_whole(ConfigError, "distinct", self.distinct, 1, 100_000)
+        check_whole(ConfigError, "join_every", self.join_every, 1, 1_000_000)
         for name in ("max_running", "max_batched_tokens"):
             if getattr(self, name) is not None:
                 check_whole(ConfigError, name, getattr(self, name), 1, 1_000_000)
@@ -113,6 +116,7 @@ class ServeOptions:
             host_bytes=int(self.host_gb * 1e9),
             share_host_copies=not self.own_copies,
             prefetch=self.prefetch,
+            join_every=self.join_every,
             shards=self.shards,
             eviction=self.eviction[0],
             seed=self.seed,

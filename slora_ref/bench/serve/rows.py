@@ -88,6 +88,7 @@ def _common(options: ServeOptions, run: Run, eviction: str, link: float) -> dict
         "idle_fraction": None if run.device_s is None else max(0.0, 1 - run.device_s / run.seconds),
         "max_running": options.engine_config().max_running,
         "max_batched_tokens": options.engine_config().max_batched_tokens,
+        "join_every": options.join_every,
     }
 
 
