@@ -91,7 +91,7 @@ def peers_table() -> str:
 
 def gpu_tables() -> str:
     """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
-    decode, serve = measured("DECODE-H200"), measured("SERVE-H200")
+    decode = measured("DECODE-H200")
     lines = [
         "| Llama-7B, float16, a decode step, in ms | step | its floor | GEMM | LoRA | attention | other |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -104,17 +104,29 @@ def gpu_tables() -> str:
             ]
             lines.append(f"| {row['batch']} requests, {who} | {' | '.join(times)} |")
     lines += ["", measured_by(decode), ""]
-    lines += [
+    lines += serve_lines("SERVE-H200", "SERVE-RANKS-H200")
+    return "\n".join(lines)
+
+
+def serve_lines(*names: str) -> list[str]:
+    """A burst of requests, over few and many adapters, of one rank and of several."""
+    results = [measured(name) for name in names]
+    lines = [
         "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way "
-        "| requests/s | tokens/s | loads | waited for its adapter, p99 |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| requests/s | floor | tokens/s | no step on the GPU | loads | waited for its adapter, p99 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in serve["rows"]:
-        speed = f"{row['requests_per_s']:.1f} | {row['output_tokens_per_s']:,.0f}"
-        lines.append(
-            f"| {row['registered']:,} adapters | {speed} | {row['loads']:,} | {row['waiting_steps_p99']:.0f} step(s) |"
-        )
-    return "\n".join([*lines, "", measured_by(serve)])
+    for result in results:
+        for place, row in enumerate(result["rows"]):
+            ranks = ", ".join(map(str, row["ranks"]))
+            first = "" if place else ", the first run after the start"
+            speed = f"{row['requests_per_s']:.1f} | {row['floor_requests_per_s']:.1f}"
+            lines.append(
+                f"| {row['registered']:,} adapters of rank {ranks}{first} | {speed} "
+                f"| {row['output_tokens_per_s']:,.0f} | {row['idle_fraction']:.1%} "
+                f"| {row['loads']:,} | {row['waiting_steps_p99']:.0f} step(s) |"
+            )
+    return [*lines, "", "\n\n".join(map(measured_by, results))]
 
 
 def measured_by(result: dict[str, Any]) -> str:
