@@ -229,7 +229,8 @@ rows += [(f"here, {serve['machine']['gpu']}", f"{row['registered']:,}", f"{row['
 table(["", "adapters registered", "requests/s"], rows)
 
 # %% [markdown]
-# (Not the same requests, and another GPU: compare within a machine, not between them.) What is resident is bounded by
-# the batch, what is registered by main memory. The original's kernels and loop were further from the floor than the
+# (Not the same requests, and another GPU: compare within a machine, not between them. The first row of this project is
+# the first run after the start, in which the launches of each new shape of step are prepared; then they are kept.) What
+# is resident is bounded by the batch, what is registered by main memory. The original's kernels and loop were further from the floor than the
 # bytes would have it: with the first adapter throughput falls by a fifth (chapter 9), most of it host time for
 # launching them by the replay's fit.
