@@ -91,36 +91,47 @@ def peers_table() -> str:
 
 def gpu_tables() -> str:
     """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
-    decode = measured("DECODE-H200")
+    decode, peer = measured("DECODE-H200"), measured("VLLM-H200")
     lines = [
-        "| Llama-7B, float16, a decode step, in ms | step | its floor | GEMM | LoRA | attention | other |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| Llama-7B, float16, a decode step, in ms | step | without graphs | its floor "
+        f"| GEMM | LoRA | attention | other | {peer['engine']} |",
+        f"| --- |{' ---: |' * 8}",
+        *decode_rows(decode, peer),
     ]
-    for row in decode["rows"]:
-        if row["batch"] in (64, 128) and row["adapters"] in (0, row["batch"]):
-            who = f"{row['adapters']} adapters of rank {row['rank']}" if row["adapters"] else "no adapter"
-            times = [
-                f"{row[key]:.2f}" for key in ("step_ms", "floor_ms", "gemm_ms", "lora_ms", "attention_ms", "rest_ms")
-            ]
-            lines.append(f"| {row['batch']} requests, {who} | {' | '.join(times)} |")
-    lines += ["", measured_by(decode), ""]
-    lines += serve_lines("SERVE-H200", "SERVE-RANKS-H200")
+    lines += ["", f"{measured_by(decode)} ({peer['engine']}: {peer['how'].split(':')[0]})", ""]
+    lines += serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200")
     return "\n".join(lines)
 
 
-def serve_lines(*names: str) -> list[str]:
+def decode_rows(decode: dict[str, Any], peer: dict[str, Any]) -> list[str]:
+    """A decode step as the engine takes it, beside single launches, its floor, its parts, and vLLM where it was run."""
+    steps = {(row["mode"], row["batch"], row["adapters"]): row for row in decode["rows"]}
+    theirs = {(row["batch"], row["adapters"]): f"{row['step_ms']:.1f}" for row in peer["decode"]}
+    keys = ("floor_ms", "gemm_ms", "lora_ms", "attention_ms", "rest_ms")
+    lines = []
+    for (mode, batch, adapters), row in steps.items():
+        if mode == "graph" and adapters in (0, batch):
+            who = f"{adapters} adapter{'s' * (adapters > 1)} of rank {row['rank']}" if adapters else "no adapter"
+            times = [row["step_ms"], steps["eager", batch, adapters]["step_ms"], *(row[key] for key in keys)]
+            cells = [f"{batch} request{'s' * (batch > 1)}, {who}", *(f"{time:.2f}" for time in times)]
+            lines.append(f"| {' | '.join(cells)} | {theirs.get((batch, adapters), '')} |")
+    return lines
+
+
+def serve_lines(peer: dict[str, Any], *names: str) -> list[str]:
     """A burst of requests, over few and many adapters, of one rank and of several."""
     results = [measured(name) for name in names]
+    theirs = {(row["adapters"], *row["ranks"]): row["requests_per_s"] for row in peer["serve"]}
     lines = [
-        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way "
-        "| requests/s | floor | tokens/s | no step on the GPU | loads | waited for its adapter, p99 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way | requests/s | floor "
+        f"| {peer['engine']} | tokens/s | no step on the GPU | loads | waited for its adapter, p99 |",
+        f"| --- |{' ---: |' * 7}",
     ]
     for result in results:
         for place, row in enumerate(result["rows"]):
-            ranks = ", ".join(map(str, row["ranks"]))
+            ranks, his = ", ".join(map(str, row["ranks"])), theirs.get((row["registered"], *row["ranks"]))
             first = "" if place else ", the first run after the start"
-            speed = f"{row['requests_per_s']:.1f} | {row['floor_requests_per_s']:.1f}"
+            speed = f"{row['requests_per_s']:.1f} | {row['floor_requests_per_s']:.1f} | {his or ''}"
             lines.append(
                 f"| {row['registered']:,} adapters of rank {ranks}{first} | {speed} "
                 f"| {row['output_tokens_per_s']:,.0f} | {row['idle_fraction']:.1%} "

@@ -17,7 +17,7 @@ step() { # name, seconds, command...
 }
 
 step demo 150 "$python" -m slora_ref demo --device cuda --model llama-7b --adapters 2000 --json
-step decode 90 "$python" -m slora_ref bench decode --json
-step tests 120 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_kernel_engine.py
+step decode 120 "$python" -m slora_ref bench decode --batch 1,64,128 --mode graph,eager --json
+step tests 120 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_executor_kept.py tests/test_kernel_engine.py
 mv "$logs/tests.json" "$logs/tests.log"
 exit "$status"
