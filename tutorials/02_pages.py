@@ -114,13 +114,9 @@ allocator.check()
 # Measured once and committed, with the machine: the time to allocate does not depend on the pool.
 
 # %%
-import json
+from show import measured
 
-from show import ROOT
-
-result = json.loads((ROOT / "slora_ref/bench/results/HOST-CPU.json").read_text(encoding="utf-8"))
-print(f"{result['command']}: {result['machine']['cores']} cores of {result['machine']['cpu']}, {result['date']}")
-allocations = [row for row in result["rows"] if row["operation"] == "allocate"]
+allocations = [row for row in measured("HOST-CPU")["rows"] if row["operation"] == "allocate"]
 rows = [(f"{row['pool_pages']:,}", row["pages"], f"{row['us']:.1f}") for row in allocations]
 table(["pages in the pool", "pages allocated", "us"], rows)
 
@@ -321,8 +317,18 @@ attempt(check_gather, solved)
 # vectors of the same length, and to put both into one pool. Its own comparison with split pools (`no-unify`) shows
 # something else as well: those runs were given pools that were sized by hand at each point, up to 46 % smaller, so
 # they mostly measure lost room for keys; and up to 50 adapters the split pools were as fast. The argument above needs
-# no such help: one pool can never be worse, and it is better whenever the mixture changes.
-#
+# no such help: one pool can never be worse, and it is better whenever the mixture changes. Here all have the same
+# bytes, enough for few of 200 adapters, on a GPU with a model of Llama-7B's shape:
+
+# %%
+rows = [row for row in measured("PAPER-H200")["rows"] if row["experiment"] == "fragmentation"]
+shown = []
+for row in rows:
+    name = f"two, {row['adapter_share']:.0%} for adapters" if row["adapter_share"] else "one"
+    shown.append((name, f"{row['mean_running']:.1f}", f"{row['requests_per_s']:.1f}"))
+table(["pools", "requests in a step", "requests/s"], shown)
+
+# %% [markdown]
 # The authors' code frees an adapter as soon as no running request uses it (`eviction="eager"`, as here). Keeping idle
 # adapters until their pages are wanted costs nothing in one pool, since any page serves anybody; it is the default of
 # this project.

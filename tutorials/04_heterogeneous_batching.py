@@ -13,10 +13,8 @@ After: say what padding and copying cost, read the kernel ladder, and tell what 
 # adapter is used once in a decode step, for one row. So all that counts is how many bytes are moved:
 
 # %%
-import json
-
 import numpy as np
-from show import ROOT, Picture, attempt, excerpt, refused, source, table
+from show import ROOT, Picture, attempt, excerpt, measured, refused, source, table
 
 hidden, half = 4096, 2  # a projection of Llama-7B, in float16
 rows = []
@@ -310,8 +308,7 @@ table(["kernel", "the barrier that was taken out", "wrong in the orders", "still
 from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.bench.kernels.cases import FLOOR_BYTES_PER_S
 
-result = json.loads((ROOT / "slora_ref/bench/results/KERNELS-H200.json").read_text(encoding="utf-8"))
-print(f"{result['command']} on {result['machine']['gpu']}, CuPy {result['machine']['cupy']}, {result['date']}")
+result = measured("KERNELS-H200")
 print(f"the roof: {FLOOR_BYTES_PER_S / 1e12:.2f} TB/s for a kernel, {BYTES_PER_S / 1e12:.2f} for a step (chapter 10)")
 print(f"a copy, on the GPU of this page: {result['copy_gb_s'] / 1e3:.2f} TB/s")
 decode = [
@@ -488,8 +485,14 @@ for mistake in (leaves_early, no_stride, no_splits):
 # ## What the paper adds
 # Punica (2023) had the idea of a kernel that gathers each row's adapter, for one rank at a time; S-LoRA extends it to
 # many ranks and to pages, and measures what padding and copying cost: its `bmm` variant serves a small fraction of
-# the requests. That variant also rebuilds its padded weights in every step, which a fair one would not.
-#
+# the requests. But that variant also makes its padded weights by many small operations and empties a cache in every
+# step. Where one kernel copies and pads (`slora_ref/baselines/padded_kernels.py`), for ranks of 8 to 64:
+
+# %%
+rows = [row for row in measured("PAPER-H200")["rows"] if row["experiment"] == "fig5" and row["adapters"] in (5, 100)]
+table(["adapters", "system", "ms a step"], [(row["adapters"], row["system"], f"{row['step_ms']:.1f}") for row in rows])
+
+# %% [markdown]
 # In the authors' code the list of ranks (8 to 128) and of widths is fixed when it is compiled, 440 kernels in all; a
 # batch's largest rank must be on the list; lanes above a row's rank stand idle in the expand; and prompts go through
 # the row-by-row kernel unless they are long and the ranks large. The kernels here take any rank and any width, which

@@ -17,10 +17,8 @@ After: start a 7B model with many adapters on one GPU, and say where the time of
 # its requests (*lora*).
 
 # %%
-import json
-
 import numpy as np
-from show import ROOT, Picture, attempt, refused, source, table
+from show import Picture, attempt, measured, refused, source, table
 
 from slora_ref.bench.decode import DecodeCase, DecodeOptions
 from slora_ref.bench.decode.cases import BYTES_PER_S
@@ -108,8 +106,7 @@ print(f"steps: {engine.steps}, different shapes: {len(kept.tapes)}; tokens: {[le
 # call.
 
 # %%
-demo = json.loads((ROOT / "slora_ref/bench/results/DEMO-H200.json").read_text(encoding="utf-8"))
-print(f"{demo['command']} on {demo['machine']['gpu']}, {demo['date']}")
+demo = measured("DEMO-H200")
 print(f"{demo['requests']:,} requests of {demo['adapters_used']} of {demo['adapters_registered']:,} adapters")
 print(f"{demo['requests_per_s']:.1f} requests/s, {demo['tokens_per_s']:,.0f} tokens/s in {demo['steps']:,} steps")
 print(f"{demo['adapter_loads']} loads at {demo['load_gb_s']:.0f} GB/s; pool {demo['pool_gb']:.0f} GB")
@@ -118,20 +115,28 @@ print(f"of {pool['pages']:,} pages at most {pool['peak_kv']:,} by sequences and 
 print(f"checked {demo['checked']} answers, {demo['correct']} as the dense merged model answers")
 
 # %%
-result = json.loads((ROOT / "slora_ref/bench/results/DECODE-H200.json").read_text(encoding="utf-8"))
-print(f"{result['command']} on {result['machine']['gpu']}, CuPy {result['machine']['cupy']}, {result['date']}")
-measured = [row for row in result["rows"] if (row["model"], row["dtype"], row["batch"]) == ("llama-7b", "float16", 64)]
-eager = {row["adapters"]: row["step_ms"] for row in measured if row["mode"] == "eager"}
-measured = [row for row in measured if row["mode"] == "graph"]
-parts = ("gemm", "lora", "attention", "rest")
+result = measured("DECODE-H200")
+found = [row for row in result["rows"] if (row["model"], row["dtype"], row["shards"]) == ("llama-7b", "float16", 1)]
+graph, eager = ({(r["batch"], r["adapters"]): r for r in found if r["mode"] == mode} for mode in ("graph", "eager"))
 rows = []
-for row in measured:
-    times = (f"{row[f'{part}_ms']:.2f}" for part in parts)
-    fraction = f"{row['floor_ms'] / row['step_ms']:.0%}"
-    steps = (f"{row['step_ms']:.2f}", f"{eager[row['adapters']]:.2f}")
-    rows.append((row["adapters"], *steps, f"{row['floor_ms']:.2f}", fraction, *times))
-heads = ("adapters", "step, ms", "without graphs, ms", "floor, ms", "of the floor's speed")
-table([*heads, *(f"{part}, ms" for part in parts)], rows)
+for (batch, adapters), row in graph.items():
+    if adapters in (0, batch):
+        slow = eager[batch, adapters]["step_ms"]
+        saved = f"{slow - row['step_ms']:.2f}"
+        times = (f"{ms:.2f}" for ms in (slow, row["step_ms"], row["floor_ms"]))
+        rows.append((batch, adapters, *times, saved, f"{row['floor_ms'] / row['step_ms']:.0%}"))
+head = ("requests", "adapters", "eager, ms", "graph, ms", "floor, ms", "saved, ms", "graph: of the floor's speed")
+table(head, rows)
+
+# %% [markdown]
+# What one call saves is much where a step is short, and does not grow with it. And the parts of a step of 64
+# requests, started as a graph:
+
+# %%
+parts = ("gemm", "lora", "attention", "rest")
+steps = [row for (batch, _), row in graph.items() if batch == 64]
+rows = [(row["adapters"], *(f"{row[f'{part}_ms']:.2f}" for part in parts)) for row in steps]
+table(["adapters", *(f"{part}, ms" for part in parts)], rows)
 
 # %% [markdown]
 # ## The picture
@@ -144,22 +149,23 @@ from show import DARK, EDGE, LIGHT, MIDDLE
 
 figure = Figure(figsize=(8, 4), layout="constrained")
 axes = figure.subplots()
-places, bottom = np.arange(len(measured)), np.zeros(len(measured))
+places, bottom = np.arange(len(steps)), np.zeros(len(steps))
 for part, colour in zip(parts, (DARK, MIDDLE, EDGE, LIGHT), strict=True):
-    height = np.array([max(0.0, row[f"{part}_ms"]) for row in measured])
+    height = np.array([max(0.0, row[f"{part}_ms"]) for row in steps])
     axes.bar(places, height, 0.6, bottom, color=colour, edgecolor="white", label=part)
     bottom += height
-floor = [row["floor_ms"] for row in measured]
+floor, slow = [row["floor_ms"] for row in steps], [eager[64, row["adapters"]]["step_ms"] for row in steps]
+axes.plot(places, slow, "D", color="black", markersize=5, label="the step, eager")
 axes.hlines(floor, places - 0.42, places + 0.42, colors="black", linestyles="--", label="floor: bytes over bandwidth")
-axes.set_xticks(places, [f"{row['adapters']}" for row in measured])
+axes.set_xticks(places, [f"{row['adapters']}" for row in steps])
 axes.set(xlabel="different adapters among 64 requests", ylabel="ms")
-axes.set_title(f"a decode step on {result['machine']['gpu']}")
-axes.set_ylim(0, bottom.max() * 1.25)
-axes.legend(ncols=5, loc="upper center", fontsize=8)
+axes.set_title(f"a decode step on {result['machine']['gpu']}, as a graph")
+axes.set_ylim(0, bottom.max() * 1.35)
+axes.legend(ncols=3, loc="upper center", fontsize=8)
 Picture(figure, "10_one_gpu", "A decode step of Llama-7B by parts, for several numbers of adapters, beside its floor")
 
 # %%
-worst = max(measured, key=lambda row: row["lora_ms"])
+worst = max(steps, key=lambda row: row["lora_ms"])
 each = 64 // worst["adapters"]
 print(f"adapters cost most with {worst['adapters']} of them, {each} requests each: {worst['lora_ms']:.2f} ms")
 
@@ -224,7 +230,7 @@ attempt(check_floor_ms, solved)
 # %%
 from slora_ref.paper.theirs import table as theirs
 
-serve = json.loads((ROOT / "slora_ref/bench/results/SERVE-H200.json").read_text(encoding="utf-8"))
+serve = measured("SERVE-H200")
 paper = [row for row in theirs("table3_a100_80") if row["setting"] == "S1"]
 here = [row for row in serve["rows"] if (row["model"], row["ranks"], row["shards"]) == ("llama-7b", [8], 1)]
 rows = [("S-LoRA, NVIDIA A100", f"{int(row['n']):,}", row["slora"]) for row in paper]
@@ -232,8 +238,8 @@ rows += [(f"here, {serve['machine']['gpu']}", f"{row['registered']:,}", f"{row['
 table(["", "adapters registered", "requests/s"], rows)
 
 # %% [markdown]
-# (Not the same requests, and another GPU: compare within a machine, not between them. The first row of this project is
-# the first run after the start, in which the launches of each new shape of step are prepared; then they are kept.) What
-# is resident is bounded by the batch, what is registered by main memory. The original's kernels and loop were further from the floor than the
-# bytes would have it: with the first adapter throughput falls by a fifth (chapter 9), most of it host time for
-# launching them by the replay's fit.
+# (Not the same requests, and another GPU: compare within a machine, not between them. The first row of this project
+# is the first run after the start, in which the launches of each new shape of step are prepared; then they are kept.)
+# What is resident is bounded by the batch, what is registered by main memory. The original's kernels and loop were
+# further from the floor than the bytes would have it: with the first adapter throughput falls by a fifth (chapter 9),
+# most of it host time for launching them by the replay's fit.

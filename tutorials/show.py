@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import io
+import json
 import re
 import signal
 import textwrap
@@ -56,6 +57,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
     numeric = [all(re.fullmatch(r"[-+]?[\d.,]+%?|-", row[column]) for row in cells) for column in range(len(header))]
     rule = ["---:" if right else "---" for right in numeric]
     return Markdown("\n".join("| " + " | ".join(line) + " |" for line in [list(header), rule, *cells]))
+
+
+def measured(name: str) -> dict[str, Any]:
+    """A committed result in slora_ref/bench/results; says what was run, on what, and when."""
+    result: dict[str, Any] = json.loads((ROOT / f"slora_ref/bench/results/{name}.json").read_text(encoding="utf-8"))
+    machine = result["machine"]
+    host = f"{machine['cores']} cores of {machine['cpu']}"
+    where = f"{machine['gpu']}, CuPy {machine['cupy']}" if machine["gpu"] else host
+    print(f"{result['command']}\n    on {where}, {result['date']}")
+    return result
 
 
 def attempt(check: Callable[[Any], None], candidate: Any) -> None:
