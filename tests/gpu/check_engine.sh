@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the demo at scale, a decode step of Llama-7B part by part, and the engine's tests on CudaOps.
+# On a machine with a GPU: the demo at scale, a decode step of Llama-7B part by part, the baselines beside the engine, and
+# the tests of both on CudaOps.
 # Writes the log and the result of each to the folder given (default: here). Exit code: the first failure.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
@@ -18,6 +19,8 @@ step() { # name, seconds, command...
 
 step demo 150 "$python" -m slora_ref demo --device cuda --model llama-7b --adapters 2000 --json
 step decode 120 "$python" -m slora_ref bench decode --batch 1,64,128 --mode graph,eager --json
-step tests 120 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_executor_kept.py tests/test_kernel_engine.py
+step paper 200 "$python" -m slora_ref paper all --device cuda --json
+step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_executor_kept.py tests/test_kernel_engine.py \
+    tests/test_baselines.py
 mv "$logs/tests.json" "$logs/tests.log"
 exit "$status"
