@@ -31,7 +31,7 @@ from slora_ref.policy import (
     Policy,
 )
 from slora_ref.simulate.collectives import Collectives
-from slora_ref.simulate.datasheet import GPUS, MODELS, POOL_TOKENS, SETTINGS
+from slora_ref.simulate.datasheet import GPUS, MODELS, POOL_TOKENS, SETTINGS, gpu_called
 from slora_ref.simulate.kernels import (
     MergedKernels,
     OriginalKernels,
@@ -94,6 +94,21 @@ def trace(
         adapters=adapters, rate=rate, cv=cv, duration=duration, prompt=(1, 40), output=(1, 30), seed=seed
     )
     return original_trace(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_drivers_name(name: str, key: str | None) -> None:
+    assert gpu_called(name) == key and (key is None or key in GPUS)
 
 
 # --- times ---

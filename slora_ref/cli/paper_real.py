@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import shlex
+from dataclasses import replace
 
 from slora_ref.bench import copy_gb_s, machine_facts
 from slora_ref.bench.real import EXPERIMENTS, SCALES, run_points
 from slora_ref.cli.output import Screen, print_json
 from slora_ref.engine.devices import check_cuda
 from slora_ref.errors import ConfigError
+from slora_ref.simulate.datasheet import gpu_called
 
 
 def run_real(args: argparse.Namespace) -> int:
@@ -30,8 +32,9 @@ def run_real(args: argparse.Namespace) -> int:
     on_gpu = args.device == "cuda"
     if on_gpu:
         check_cuda()
-    screen = Screen(args.json)
-    rows = run_points(names, SCALES[args.device], screen.say)
+    screen, machine = Screen(args.json), machine_facts(on_gpu)
+    scale = replace(SCALES[args.device], gpu=gpu_called(machine["gpu"]) if on_gpu else None)
+    rows = run_points(names, scale, screen.say)
     if args.json:
         print_json(
             {
@@ -39,7 +42,7 @@ def run_real(args: argparse.Namespace) -> int:
                 "experiment": args.what,
                 "command": shlex.join(["slora-ref", *args.argv]),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "machine": machine_facts(on_gpu),
+                "machine": machine,
                 "copy_gb_s": copy_gb_s() if on_gpu else None,
                 "rows": rows,
             }

@@ -28,18 +28,22 @@ def wrong_pairs(rows: Rows) -> str:
 
 def private_trace(rows: Rows) -> str:
     """fig7, where the stand-in is too easy."""
-    own = [row for row in rows["fig7"] if row.metric == "throughput" and row.point.endswith(" slora")]
-    worst = max(own, key=lambda row: abs(_off(row)))
-    place = f"{worst.point}: {worst.ours:.2f}, authors: {worst.theirs:.2f}"
+    throughput = [row for row in rows["fig7"] if row.metric == "throughput"]
+    own = [row for row in throughput if row.point.endswith(" slora")]
+    worst, any_worst = (max(some, key=lambda row: abs(_off(row))) for some in (own, throughput))
     near = sum(abs(_off(row)) <= 0.1 for row in own)
     return (
-        f"fig7, throughput of S-LoRA: {abs(_off(worst)):.0%} off at worst ({place}; the bar is 20 %), within 10 % at "
-        f"{near} of {len(own)} points. The authors' server saturates at about three requests a second, and here the "
-        "stand-in does not at four. For that the requests would have to bring about a third more work than their means "
-        "say, or come in bursts: the real ones come at the logs' times, which are not published. Lengths of 512 and "
-        "more, which a fault in the authors' filter lets through, were tried, with the same means: they change this by "
-        "less than 1 %."
+        f"fig7, a stand-in for a private trace: the throughput of S-LoRA is within 10 % at {near} of {len(own)} points "
+        f"and {_told(worst)} at worst, of all systems {_told(any_worst)}; the bar is 20 %. The authors' server "
+        "saturates at about three requests a second, and here the stand-in does not at four. For that the requests "
+        "would have to bring about a third more work than their means say, or come in bursts: the real ones come at the "
+        "logs' times, which are not published. Lengths of 512 and more, which a fault in the authors' filter lets "
+        "through, were tried, with the same means: they change this by less than 1 %."
     )
+
+
+def _told(row: Row) -> str:
+    return f"{abs(_off(row)):.0%} off ({row.point}: {row.ours:.2f}, authors: {row.theirs:.2f})"
 
 
 def padding(rows: Rows) -> str:
@@ -49,7 +53,9 @@ def padding(rows: Rows) -> str:
     every, slow = errors(map(_off, free)), errors(_off(row) for row in free if " a10g " in row.point)
     return (
         f"bmm in fig5 and fig6 is {every.median:.0%} off in the median, on the A10G {slow.median:.0%}: there the runs "
-        "of S2 had no pool of memory, all others had one, and one pair of constants serves both."
+        "of S2 had no pool of memory, all others had one, and one pair of constants serves both. That it pays for its "
+        "passes through the layers with the base model alone, too, was built in after its points at n = 0 had been "
+        "seen; the authors' code does so in every step, and no constant was added or fitted for it."
     )
 
 

@@ -51,6 +51,13 @@ GPUS = {
 }
 
 
+def gpu_called(name: str) -> str | None:
+    """The GPU of the table that a driver calls so, such as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
+    words = name.lower().replace("-", " ").split()
+    known = {"h200": "h200", "h100": "h100", "a10g": "a10g", "a100": "a100-40" if "40gb" in words else "a100-80"}
+    return next((key for word, key in known.items() if word in words), None)
+
+
 def _llama(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=32000,

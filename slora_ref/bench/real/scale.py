@@ -17,7 +17,7 @@ class Scale:
 
     Args:
         model: "toy", or a shape of config.presets; the weights are random.
-        gpu: of simulate.datasheet; None: the simulator knows no such device.
+        gpu: of simulate.datasheet, for the simulator; None: it knows no such device.
         requests: of a run; all come at once.
         lengths: [low, high) of prompts, and of answers, in tokens.
         pool_tokens: the pool, in tokens; tight_tokens: where the division of the pool is studied.
