@@ -36,8 +36,8 @@ def private_trace(rows: Rows) -> str:
         f"fig7, a stand-in for a private trace: the throughput of S-LoRA is within 10 % at {near} of {len(own)} points "
         f"and {_told(worst)} at worst, of all systems {_told(any_worst)}; the bar is 20 %. The authors' server "
         "saturates at about three requests a second, and here the stand-in does not at four. For that the requests "
-        "would have to bring about a third more work than their means say, or come in bursts: the real ones come at the "
-        "logs' times, which are not published. Lengths of 512 and more, which a fault in the authors' filter lets "
+        "would have to bring about a third more work than their means say, or come in bursts: the real ones come at "
+        "the logs' times, which are not published. Lengths of 512 and more, which a fault in the authors' filter lets "
         "through, were tried, with the same means: they change this by less than 1 %."
     )
 
