@@ -94,7 +94,7 @@ print(f"steps: {engine.steps}, different shapes: {len(kept.tapes)}; tokens: {[le
 # ```
 # .venv/bin/pip install -e '.[cuda13]'      # or [cuda12], whichever matches the driver
 # .venv/bin/slora-ref demo --device cuda --model llama-7b --adapters 2000
-# .venv/bin/slora-ref bench decode --batch 64 --adapters 0,1,8,32,64
+# .venv/bin/slora-ref bench decode --batch 64 --adapters 0,1,8,32,64 --mode graph,eager
 # .venv/bin/slora-ref bench kernels
 # ```
 # The weights are random, the adapters' too: time does not depend on what the numbers say. The first run compiles the
@@ -129,8 +129,8 @@ head = ("requests", "adapters", "eager, ms", "graph, ms", "floor, ms", "saved, m
 table(head, rows)
 
 # %% [markdown]
-# What one call saves is much where a step is short, and does not grow with it. And the parts of a step of 64
-# requests, started as a graph:
+# One call saves some tenths of a millisecond, whatever a step computes. And the parts of a step of 64 requests,
+# started as a graph:
 
 # %%
 parts = ("gemm", "lora", "attention", "rest")
