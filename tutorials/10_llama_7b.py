@@ -233,13 +233,16 @@ from slora_ref.paper.theirs import table as theirs
 serve = measured("SERVE-H200")
 paper = [row for row in theirs("table3_a100_80") if row["setting"] == "S1"]
 here = [row for row in serve["rows"] if (row["model"], row["ranks"], row["shards"]) == ("llama-7b", [8], 1)]
-rows = [("S-LoRA, NVIDIA A100", f"{int(row['n']):,}", row["slora"]) for row in paper]
-rows += [(f"here, {serve['machine']['gpu']}", f"{row['registered']:,}", f"{row['requests_per_s']:.2f}") for row in here]
-table(["", "adapters registered", "requests/s"], rows)
+rows = [("S-LoRA, NVIDIA A100", f"{int(row['n']):,}", row["slora"], "-") for row in paper]
+for row in here:
+    numbers = (f"{row['registered']:,}", f"{row['requests_per_s']:.2f}", f"{row['idle_fraction']:.1%}")
+    rows.append((f"here, {serve['machine']['gpu']}", *numbers))
+table(["", "adapters registered", "requests/s", "of the time the GPU waited"], rows)
 
 # %% [markdown]
 # (Not the same requests, and another GPU: compare within a machine, not between them. The first row of this project
 # is the first run after the start, in which the launches of each new shape of step are prepared; then they are kept.)
-# What is resident is bounded by the batch, what is registered by main memory. The original's kernels and loop were
-# further from the floor than the bytes would have it: with the first adapter throughput falls by a fifth (chapter 9),
-# most of it host time for launching them by the replay's fit.
+# The last column is what is left of the host's part, now that a step is started before the tokens of the one before
+# are read (chapter 5). What is resident is bounded by the batch, what is registered by main memory. The original's
+# kernels and loop were further from the floor than the bytes would have it: with the first adapter throughput falls
+# by a fifth (chapter 9), most of it host time for launching them by the replay's fit.
