@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """The tokens generated so far, placeholders included."""
         return self.tokens[self.prompt_length :]
 
     def expect(self, sample: int) -> None:

@@ -378,14 +378,14 @@ def live(machine: EngineMachine, rng: random.Random, steps: int) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("admission", MODES)
 def test_thousands_of_steps_end_with_the_pages_of_the_start(admission: str, late: bool) -> None:
-    """Aborts, failing steps, failing and slow loads, removals and names used again: 5,000 steps in each mode."""
+    """Aborts, failing steps, failing and slow loads, removals and names used again: 10,000 steps in all."""
     EngineMachine.covered.clear()
-    machine, rng = EngineMachine(admission), random.Random(admission)
+    machine, rng = EngineMachine(admission), random.Random(f"{admission} {late}")
     options = {"pool_pages": 110, "max_running": 5, "max_batched_tokens": 12, "max_adapters": 3}
     options |= {"host_bytes": image_bytes(*SMALL), "async_scheduling": late}
     machine.build(options, SMALL[:4], polls=1)
     machine.engine.executor = Flaky(machine.engine.executor, rng)
-    live(machine, rng, 5000)
+    live(machine, rng, 2500)
     machine.teardown()
     assert machine.engine.executor.failures > 10
     assert_came_everywhere(machine.covered)
