@@ -141,7 +141,8 @@ table(["adapters", *(f"{part}, ms" for part in parts)], rows)
 # %% [markdown]
 # ## The picture
 # Where the time of a step goes, beside what its bytes must take. *rest* is all that is not a product, an adapter or
-# attention: small kernels, gaps between launches, and the host.
+# attention: small kernels, gaps between launches, and the host. With adapters it is more: their kernels also wait
+# behind the products between which they stand.
 
 # %% picture
 from matplotlib.figure import Figure
