@@ -275,9 +275,9 @@ attempt(check_fewest_loads, solved)
 # %%
 rows = []
 for row in {row["registered"]: row for row in measured("SERVE-H200")["rows"]}.values():
-    speed = f"{row['gb_s']:.0f} of {row['link_gb_s']:.0f}"
-    hidden = f"{row['hidden_fraction']:.1%}"
-    numbers = (row["loads"], row["loads_ahead"], f"{row['bytes'] / 1e9:.1f}", speed, hidden, f"{row['waiting_steps_p99']:.0f}")
+    speed, waited = f"{row['gb_s']:.0f} of {row['link_gb_s']:.0f}", f"{row['waiting_steps_p99']:.0f}"
+    loads = (row["loads"], row["loads_ahead"], f"{row['bytes'] / 1e9:.1f}")
+    numbers = (*loads, speed, f"{row['hidden_fraction']:.1%}", waited)
     rows.append((f"{row['registered']:,}", *numbers))
 table(["registered", "loads", "ahead", "GB", "GB/s, of the link's", "beside steps", "steps waited, p99"], rows)
 
