@@ -14,7 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from slora_ref.ops.rungs import RUNGS, ladder, operation_of  # noqa: E402
+from slora_ref.ops.ladder import ladder, operation_of  # noqa: E402
+from slora_ref.ops.rungs import RUNGS  # noqa: E402
 
 FOLDER = ROOT / "kernels_cu"
 README = FOLDER / "README.md"

@@ -35,8 +35,8 @@ from slora_ref.errors import ConfigError
 from slora_ref.executor import KernelExecutor, StepResult
 from slora_ref.executor.staging import bucket
 from slora_ref.ops.host_ops import HostOps
+from slora_ref.ops.ladder import usable
 from slora_ref.ops.launch import Launch
-from slora_ref.ops.rungs import usable
 from slora_ref.reference import Reference
 from slora_ref.sampler import Sampling
 from slora_ref.synthetic import AdapterKind, write_adapters

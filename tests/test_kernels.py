@@ -20,7 +20,8 @@ from kernel_shapes import drawn_cases, fixed_cases
 
 from slora_ref.kernels import kernels_folder
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
-from slora_ref.ops.rungs import RUNGS, make_launch, operation_of
+from slora_ref.ops.ladder import make_launch, operation_of
+from slora_ref.ops.rungs import RUNGS
 
 KERNELS = [(kernel, dtype) for kernel, rung in RUNGS.items() for dtype in rung.dtypes]
 EACH_KERNEL = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=lambda value: value)

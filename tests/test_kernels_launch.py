@@ -14,8 +14,9 @@ from kernel_shapes import SMALL_LORA, fixed_cases
 from slora_ref.errors import KernelError
 from slora_ref.ops import Segments, Spans, lora_arguments, plan
 from slora_ref.ops.kernel_source import dtype_macro
+from slora_ref.ops.ladder import ladder, make_launch, operation_of
 from slora_ref.ops.launch import check_array
-from slora_ref.ops.rungs import RUNGS, ladder, make_launch, operation_of
+from slora_ref.ops.rungs import RUNGS
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from slora_ref.errors import KernelError
 from slora_ref.kernels import kernels_folder
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
 from slora_ref.ops.kernel_source import kernel_path
-from slora_ref.ops.rungs import RUNGS, ladder, make_launch, operation_of
+from slora_ref.ops.ladder import ladder, make_launch, operation_of
+from slora_ref.ops.rungs import RUNGS
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(")
 LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}

@@ -231,7 +231,7 @@ def test_an_array_in_the_wrong_place_is_refused_by_name() -> None:
 
     from slora_ref.ops import row_arguments
     from slora_ref.ops.cuda_kernels import CudaKernels
-    from slora_ref.ops.rungs import make_launch
+    from slora_ref.ops.ladder import make_launch
 
     kernels = CudaKernels()
     x = cupy.zeros((4, 64), cupy.float16)

@@ -78,7 +78,7 @@ for (first, count), adapter in zip(planned.tiles, planned.tile_slots, strict=Tru
 # %% behind
 from slora_ref.ops import lora_arguments
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
-from slora_ref.ops.rungs import ladder, make_launch
+from slora_ref.ops.ladder import ladder, make_launch
 
 
 def make_batch(ranks=(3, 17, 8), owners=(0, 2, -1, 1, 0), d_in=200, d_out=150, width=64, seed=0):

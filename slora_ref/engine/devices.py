@@ -22,7 +22,7 @@ from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, NumpyOps, Ops
 from slora_ref.ops.collectives import StepCommunicator
 from slora_ref.ops.device_tables import DeviceTables
-from slora_ref.ops.rungs import usable
+from slora_ref.ops.ladder import usable
 from slora_ref.pager import PageLayout, PagePool, PageStorage
 from slora_ref.prefetch import ImmediateLoader, Loader, ThreadLoader
 from slora_ref.store import AdapterStore, plain_memory

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from slora_ref.ops.ladder import fastest, make_launch, operation_of
 from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
-from slora_ref.ops.rungs import fastest, make_launch, operation_of
 from slora_ref.ops.tables import Segments, Spans
 from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
 from slora_ref.shapes import Array
@@ -207,6 +207,7 @@ class KernelBackend(ABC):
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
         launch = make_launch(kernel, kind, arguments)
-        early = launch.after_start and self._last not in ALONE
-        self.do(part_of(operation), self.prepare(replace(launch, after_start=early)))
+        if launch.after_start and self._last in ALONE:
+            launch = replace(launch, after_start=False)
+        self.do(part_of(operation), self.prepare(launch))
         self._last = operation

@@ -11,8 +11,8 @@ import numpy as np
 from slora_ref.config import TARGETS
 from slora_ref.ops import lora_arguments
 from slora_ref.ops.kernel_backend import KernelBackend, LoraStep
+from slora_ref.ops.ladder import has_kernel
 from slora_ref.ops.plan import SHRINK_SPLITS, LoraPlan, plan_lora
-from slora_ref.ops.rungs import has_kernel
 from slora_ref.ops.tables import AdapterTables, LoraGroup, Segments
 from slora_ref.shapes import Array, Float, Int
 from slora_ref.tp.split import OVER_RANK

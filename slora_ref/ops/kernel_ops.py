@@ -13,7 +13,7 @@ import numpy as np
 from slora_ref.ops import row_arguments, sample_arguments
 from slora_ref.ops.kernel_attention import KernelAttention
 from slora_ref.ops.kernel_lora import KernelLora
-from slora_ref.ops.rungs import fastest, make_launch
+from slora_ref.ops.ladder import fastest, make_launch
 from slora_ref.ops.tape import Work
 from slora_ref.shapes import Array, Float, Int, Num
 

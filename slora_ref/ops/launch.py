@@ -5,6 +5,7 @@ It knows the names, types and layouts of arguments, and no backend. Which kernel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,33 +50,32 @@ def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]
     Raises:
         KernelError: another dtype, shape or layout; the message names the argument.
     """
-    if array.dtype != np.dtype(dtype):
+    if array.dtype != dtype:
         raise KernelError(
             f"argument {name}: dtype {array.dtype}, the kernel takes {np.dtype(dtype)}; convert it before"
         )
-    if len(array.shape) != len(shape) or any(w not in (None, n) for n, w in zip(array.shape, shape, strict=True)):
+    sizes, strides, itemsize = array.shape, array.strides, array.dtype.itemsize
+    if len(sizes) != len(shape) or any(want is not None and want != n for n, want in zip(sizes, shape, strict=True)):
         wanted = tuple("any" if want is None else want for want in shape)
-        raise KernelError(f"argument {name}: shape {tuple(array.shape)}, the kernel takes {wanted}")
-    if any(n > INT_MAX for n in array.shape):
-        raise KernelError(f"argument {name}: shape {tuple(array.shape)} exceeds the kernel's 32-bit sizes")
-    if 0 in array.shape:
+        raise KernelError(f"argument {name}: shape {tuple(sizes)}, the kernel takes {wanted}")
+    if max(sizes, default=0) > INT_MAX:
+        raise KernelError(f"argument {name}: shape {tuple(sizes)} exceeds the kernel's 32-bit sizes")
+    if 0 in sizes:
         return array
-    expected = array.dtype.itemsize
-    for axis in reversed(range(strided, len(shape))):
-        if array.shape[axis] > 1 and array.strides[axis] != expected:
-            raise KernelError(
-                f"argument {name}: strides {array.strides} of shape {tuple(array.shape)}; make it contiguous"
-            )
-        expected *= array.shape[axis]
-    if strided and array.shape[0] > 1 and (array.strides[0] < expected or array.strides[0] % array.dtype.itemsize):
-        raise KernelError(f"argument {name}: strides {array.strides} of shape {tuple(array.shape)}: rows overlap")
+    expected = itemsize
+    for axis in range(len(shape) - 1, strided - 1, -1):
+        if sizes[axis] > 1 and strides[axis] != expected:
+            raise KernelError(f"argument {name}: strides {strides} of shape {tuple(sizes)}; make it contiguous")
+        expected *= sizes[axis]
+    if strided and sizes[0] > 1 and (strides[0] < expected or strides[0] % itemsize):
+        raise KernelError(f"argument {name}: strides {strides} of shape {tuple(sizes)}: rows overlap")
     return array
 
 
 def row_stride(array: Any) -> np.int32:
     """Numbers from one row to the next."""
-    inner = int(np.prod(array.shape[1:]))
-    return np.int32(array.strides[0] // array.dtype.itemsize if array.shape[0] > 1 else inner)
+    rows, *inner = array.shape
+    return np.int32(array.strides[0] // array.dtype.itemsize if rows > 1 else math.prod(inner))
 
 
 def extent_bytes(array: Any) -> int:

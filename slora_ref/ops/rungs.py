@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
-
-from slora_ref.errors import KernelError
 from slora_ref.ops import grids
 from slora_ref.ops import lora_grids as lora
 from slora_ref.ops.grids import blocks as _blocks
-from slora_ref.ops.launch import Arguments, Grid, Launch
+from slora_ref.ops.launch import Grid
 
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
@@ -164,80 +159,3 @@ RUNGS: Mapping[str, Rung] = {
         512, lambda s: (min(16, _blocks(s.layers * s.count * s.width, 512 * 8)), 1, 1), after_start=True
     ),
 }
-
-
-@cache
-def operation_of(kernel: str) -> str:
-    """mbgmv_shrink_1_naive -> mbgmv_shrink."""
-    words = kernel.split("_")
-    return "_".join(words[: next(i for i, word in enumerate(words) if word.isdigit())])
-
-
-def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
-    """The kernels of an operation for a dtype, first rung first.
-
-    Raises:
-        KernelError: there is none.
-    """
-    rungs = _rungs_of(operation, np.dtype(dtype).name)
-    if not rungs:
-        raise KernelError(f"no kernel of {operation} for {np.dtype(dtype).name}; there are {', '.join(RUNGS)}")
-    return list(rungs)
-
-
-def has_kernel(operation: str, dtype: Any) -> bool:
-    """Whether an operation has a kernel for a dtype."""
-    return bool(_rungs_of(operation, np.dtype(dtype).name))
-
-
-@cache
-def _rungs_of(operation: str, dtype: str) -> tuple[str, ...]:
-    """The ladder, or nothing. Asked for at every launch that is prepared."""
-    rungs = [kernel for kernel, rung in RUNGS.items() if operation_of(kernel) == operation and dtype in rung.dtypes]
-    return tuple(sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0])))
-
-
-def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
-    """The last rung of the ladder that suits the sizes; those depend on the number of rows alone, so a bucket has one.
-
-    Raises:
-        KernelError: there is none.
-    """
-    sizes = _sizes(dtype, arguments)
-    suits = {name: RUNGS[name].suits for name in ladder(operation, dtype)}
-    return [name for name, test in suits.items() if test is None or test(sizes)][-1]
-
-
-def usable(dtype: Any) -> list[tuple[str, str]]:
-    """Every kernel that `fastest` may choose for storage of this dtype, with the dtype that it is compiled for.
-
-    Logits and integers are float32's business, whatever the storage has.
-    """
-    found, storage = [], np.dtype(dtype).name
-    for operation in dict.fromkeys(map(operation_of, RUNGS)):
-        kinds = [kind for kind in (storage, "float32") if has_kernel(operation, kind)]
-        for kind in kinds[-1:] if operation == "argmax" else kinds[:1]:
-            names = ladder(operation, kind)
-            always = max(place for place, name in enumerate(names) if RUNGS[name].suits is None)
-            found += [(name, kind) for name in names[always:]]
-    return found
-
-
-def _sizes(dtype: Any, arguments: Arguments) -> SimpleNamespace:
-    """A kernel's integer arguments by name, and `nums`, the numbers in 16 bytes."""
-    sizes = {name: int(value) for name, value in arguments.items() if isinstance(value, np.integer)}
-    return SimpleNamespace(**sizes, nums=16 // np.dtype(dtype).itemsize)
-
-
-def make_launch(kernel: str, dtype: Any, arguments: Arguments) -> Launch:
-    """The launch of `kernel` with these arguments: looks its grid up and computes it.
-
-    Raises:
-        KernelError: the kernel is unknown or not made for the dtype.
-    """
-    rung = RUNGS.get(kernel)
-    if rung is None or np.dtype(dtype).name not in rung.dtypes:
-        raise KernelError(f"no kernel {kernel} for {np.dtype(dtype).name}; there are {', '.join(RUNGS)}")
-    kind, sizes = np.dtype(dtype), _sizes(dtype, arguments)
-    threads, shared = (size if isinstance(size, int) else size(sizes) for size in (rung.threads, rung.shared))
-    return Launch(kernel, kind, rung.grid(sizes), threads, shared, arguments, rung.after_start)

@@ -16,9 +16,9 @@ from slora_ref.bench.kernels.attention_cases import AttentionCase
 from slora_ref.bench.kernels.lora import MOST_LAUNCHES, ROTATED_BYTES, to_bits, to_float64
 from slora_ref.ops import attention_arguments
 from slora_ref.ops.cuda_kernels import CudaKernels
+from slora_ref.ops.ladder import fastest, make_launch
 from slora_ref.ops.launch import Arguments
 from slora_ref.ops.plan import context_chunk, plan_attention
-from slora_ref.ops.rungs import fastest, make_launch
 from slora_ref.shapes import Array
 
 QUERY_SIZE = 64.0  # deviation of queries: that of the pool's keys is 1 / 64, so scores have a deviation of about 1

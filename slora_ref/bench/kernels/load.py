@@ -11,7 +11,7 @@ import numpy as np
 from slora_ref.bench.kernels.rows import ADAPTER_PAGES, LAYERS
 from slora_ref.ops import row_arguments
 from slora_ref.ops.cuda_kernels import CudaKernels
-from slora_ref.ops.rungs import fastest, make_launch
+from slora_ref.ops.ladder import fastest, make_launch
 
 ADAPTERS, REPEATS = 8, 10  # adapters of rank 8 in a measurement
 

@@ -16,9 +16,9 @@ import numpy as np
 from slora_ref.bench.kernels.cases import LoraCase
 from slora_ref.ops import lora_arguments
 from slora_ref.ops.cuda_kernels import CudaKernels
+from slora_ref.ops.ladder import fastest, make_launch
 from slora_ref.ops.launch import Arguments
 from slora_ref.ops.plan import SHRINK_SPLITS, LoraPlan, plan_lora
-from slora_ref.ops.rungs import fastest, make_launch
 from slora_ref.ops.tables import AdapterTables
 
 POOL_BYTES = 4_400_000_000

@@ -18,8 +18,8 @@ from slora_ref.bench.kernels.rows import RowCase, RowLaunches, row_cases
 from slora_ref.bench.kernels.timing import REPEATS, Graph
 from slora_ref.bench.kernels.torch_attention import torch_sdpa_us
 from slora_ref.ops.cuda_kernels import CudaKernels
+from slora_ref.ops.ladder import fastest, ladder, make_launch
 from slora_ref.ops.launch import Arguments
-from slora_ref.ops.rungs import fastest, ladder, make_launch
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
