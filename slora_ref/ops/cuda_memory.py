@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cupy
-import cupyx
 import ml_dtypes
 import numpy as np
 
 from slora_ref.shapes import Array
 
 BLOCK = 1 << 26  # random numbers drawn at once
+PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped: for all GPUs, and for kernels
 
 
 def use_gpu(index: int) -> None:
@@ -37,12 +40,28 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def pinned_bytes(nbytes: int) -> Array:
-    """Host memory that a kernel can read over the link."""
+    """Host memory that a kernel can read over the link, or MemoryError.
+
+    All cores touch its pages before it is registered: the driver would do that on one, in a second for some GB.
+    """
     try:
-        pinned: Array = cupyx.empty_pinned((nbytes,), np.uint8)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        memory = mmap.mmap(-1, nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        pinned = np.frombuffer(memory, np.uint8)
+        _touch(pinned)
+        cupy.cuda.runtime.hostRegister(pinned.ctypes.data, nbytes, PORTABLE_AND_MAPPED)
+    except (OSError, cupy.cuda.runtime.CUDARuntimeError) as error:
         raise MemoryError(str(error)) from None
+    weakref.finalize(pinned, cupy.cuda.runtime.hostUnregister, pinned.ctypes.data).atexit = False
     return pinned
+
+
+def _touch(memory: Array) -> None:
+    """Has the system back every page, from all cores."""
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as threads:
+        for _ in threads.map(lambda part: part[:: mmap.PAGESIZE].fill(0), np.array_split(memory, cores)):
+            pass
 
 
 def use_own_stream() -> Any:
