@@ -13,7 +13,10 @@ from slora_ref.shapes import Array, Bool, Int
 
 
 class PageAllocator:
-    """A stack of free page ids. Allocating or freeing n pages costs O(n), whatever the size of the pool.
+    """A list of free page ids with two ends. Allocating or freeing n pages costs O(n), whatever the size of the pool.
+
+    Any free page serves from either end. What comes and goes page by page uses one, what comes in blocks the other
+    (`far`), and gives its pages back there: so the pages of a block stay neighbours, which travel faster.
 
     Args:
         num_pages: how many pages there are; ids are 0 .. num_pages - 1.
@@ -22,53 +25,69 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, shuffle_seed: int | None = None) -> None:
         self.num_pages = num_pages
-        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # the free ids are _stack[:_top]
+        self._ids = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # the free ones are _ids[_low:_high]
         if shuffle_seed is not None:
-            np.random.default_rng(shuffle_seed).shuffle(self._stack)
-        self._top = num_pages
+            np.random.default_rng(shuffle_seed).shuffle(self._ids)
+        self._low, self._high = 0, num_pages
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._scratch = np.zeros(num_pages, dtype=np.int32)  # finds duplicates in O(n), see _check_owned
 
     @property
     def free_pages(self) -> int:
         """Pages that nobody owns."""
-        return self._top
+        return self._high - self._low
 
     @property
     def used_pages(self) -> int:
         """Pages that somebody owns."""
-        return self.num_pages - self._top
+        return self.num_pages - self.free_pages
 
     def is_free(self, pages: Int[Array, " pages"]) -> Bool[Array, " pages"]:
         """[pages] whether nobody owns the page."""
         free: Bool[Array, " pages"] = self._is_free[pages]
         return free
 
-    def allocate(self, count: int) -> Int[Array, " pages"]:
+    def allocate(self, count: int, far: bool = False) -> Int[Array, " pages"]:
         """Takes `count` pages: their ids, in no particular order.
+
+        Args:
+            far: from the far end of the list.
 
         Raises:
             OutOfPages: fewer than `count` are free; then nothing was allocated.
         """
         if count < 0:
             raise PageError(f"cannot allocate {count} pages")
-        if count > self._top:
-            raise OutOfPages(count, self._top)
-        pages = self._stack[self._top - count : self._top][::-1].copy()  # the top of the stack first
-        self._top -= count
+        if count > self.free_pages:
+            raise OutOfPages(count, self.free_pages)
+        if far:
+            self._low += count
+            taken = self._ids[self._low - count : self._low]
+        else:
+            self._high -= count
+            taken = self._ids[self._high : self._high + count]
+        pages = taken[::-1].copy()
         self._is_free[pages] = False
         return pages
 
-    def free(self, pages: Int[Array, " pages"]) -> None:
-        """Gives pages back.
+    def free(self, pages: Int[Array, " pages"], far: bool = False) -> None:
+        """Gives pages back, at the end that they were taken from; they come out again in this order.
 
         Raises:
-            PageError: a page outside the pool, already free, or named twice; then nothing was freed.
+            PageError: a page outside the pool, already free, or named twice, or more than this end has given; then
+                nothing was freed.
         """
         self._check_owned(pages)
+        count, given = len(pages), self._low if far else self.num_pages - self._high
+        if count > given:
+            raise PageError(f"{count} pages freed at the {'far' if far else 'near'} end, which has given {given}")
         self._is_free[pages] = True
-        self._stack[self._top : self._top + len(pages)] = pages[::-1]  # so that they come out again in this order
-        self._top += len(pages)
+        if far:
+            self._low -= count
+            self._ids[self._low : self._low + count] = pages[::-1]
+        else:
+            self._high += count
+            self._ids[self._high - count : self._high] = pages[::-1]
 
     def _check_owned(self, pages: Int[Array, " pages"]) -> None:
         """Raises PageError unless every page is in the pool, owned, and named once."""
@@ -86,9 +105,9 @@ class PageAllocator:
 
     def check(self) -> None:
         """Asserts that free and owned pages partition the pool: each page once. O(pool), for tests."""
-        free = self._stack[: self._top]
-        assert 0 <= self._top <= self.num_pages, (self._top, self.num_pages)
+        free = self._ids[self._low : self._high]
+        assert 0 <= self._low <= self._high <= self.num_pages, (self._low, self._high, self.num_pages)
         assert ((free >= 0) & (free < self.num_pages)).all(), "the free list names a page outside the pool"
-        assert len(np.unique(free)) == self._top, "a page is on the free list twice"
+        assert len(np.unique(free)) == len(free), "a page is on the free list twice"
         assert self._is_free[free].all(), "a page on the free list is marked as owned"
-        assert int(self._is_free.sum()) == self._top, (int(self._is_free.sum()), self._top)
+        assert int(self._is_free.sum()) == len(free), (int(self._is_free.sum()), len(free))

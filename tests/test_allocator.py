@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from slora_ref.allocator import PageAllocator
 from slora_ref.errors import OutOfPages, PageError
@@ -16,8 +16,7 @@ SEEDS = st.one_of(st.none(), st.integers(0, 3))
 
 def state_of(allocator: PageAllocator) -> tuple[bytes, ...]:
     """What the allocator hands out next, in which order, and what it takes back."""
-    top = allocator.free_pages
-    return allocator._stack[:top].tobytes(), allocator._is_free.tobytes(), bytes(top)
+    return allocator._ids.tobytes(), allocator._is_free.tobytes(), bytes([allocator._low]), bytes([allocator._high])
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -26,33 +25,45 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(0, 24), seed=SEEDS)
     def start(self, pages: int, seed: int | None) -> None:
         self.allocator = PageAllocator(pages, seed)
-        self.owned: list[int] = []
+        self.ends: dict[bool, list[int]] = {False: [], True: []}  # owned, by the end that they came from
 
-    @rule(count=st.integers(0, 26))
-    def allocate(self, count: int) -> None:
+    @property
+    def owned(self) -> list[int]:
+        return [*self.ends[False], *self.ends[True]]
+
+    @rule(count=st.integers(0, 26), far=st.booleans())
+    def allocate(self, count: int, far: bool) -> None:
         before, free = state_of(self.allocator), self.allocator.free_pages
         if count > free:
             with pytest.raises(OutOfPages) as refused:
-                self.allocator.allocate(count)
+                self.allocator.allocate(count, far)
             assert (refused.value.needed, refused.value.free) == (count, free)
             assert state_of(self.allocator) == before
         else:
-            pages = self.allocator.allocate(count).tolist()
+            pages = self.allocator.allocate(count, far).tolist()
             assert len(pages) == count
             assert not set(pages) & set(self.owned), "handed out twice"
-            self.owned += pages
+            self.ends[far] += pages
 
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def free_some(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(self.owned), unique=True))
-        self.allocator.free(np.array(chosen, np.int32))
-        self.owned = [page for page in self.owned if page not in chosen]
+    @rule(data=st.data(), far=st.booleans())
+    def free_some(self, data: st.DataObject, far: bool) -> None:
+        own = self.ends[far]
+        chosen = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
+        self.allocator.free(np.array(chosen, np.int32), far)
+        self.ends[far] = [page for page in own if page not in chosen]
 
-    @rule()
-    def free_all_in_another_order(self) -> None:
-        self.allocator.free(np.array(sorted(self.owned), np.int32))
-        self.owned = []
+    @rule(far=st.booleans())
+    def free_all_in_another_order(self, far: bool) -> None:
+        self.allocator.free(np.array(sorted(self.ends[far]), np.int32), far)
+        self.ends[far] = []
+
+    @rule(far=st.booleans())
+    def more_than_the_end_has_given(self, far: bool) -> None:
+        before = state_of(self.allocator)
+        if self.ends[not far]:
+            with pytest.raises(PageError, match=f"{'far' if far else 'near'} end"):
+                self.allocator.free(np.array(self.owned, np.int32), far)
+        assert state_of(self.allocator) == before
 
     @rule(data=st.data(), kind=st.sampled_from(["free already", "outside", "twice at once"]))
     def misuse(self, data: st.DataObject, kind: str) -> None:
@@ -83,7 +94,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 def free_ids(allocator: PageAllocator) -> list[int]:
     """Ids that the allocator would still hand out."""
-    return allocator._stack[: allocator.free_pages].tolist()
+    return allocator._ids[allocator._low : allocator._high].tolist()
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
@@ -112,6 +123,16 @@ def test_pages_that_were_freed_come_out_again_in_the_same_order() -> None:
     assert pages.tolist() == [0, 1, 2, 3, 4, 5]
     allocator.free(pages[1:4])
     assert allocator.allocate(3).tolist() == [1, 2, 3]
+
+
+def test_blocks_from_the_far_end_stay_neighbours_whatever_happens_at_the_near_one() -> None:
+    allocator, rng = PageAllocator(1000), np.random.default_rng(0)
+    block = allocator.allocate(64, far=True)
+    assert (np.diff(block) == 1).all()
+    pages = allocator.allocate(900)
+    allocator.free(rng.permutation(pages)[:700])
+    allocator.free(block, far=True)
+    assert allocator.allocate(64, far=True).tolist() == block.tolist()
 
 
 def test_pages_handed_out_are_a_copy() -> None:
@@ -147,15 +168,15 @@ def test_misuse_says_which_pages() -> None:
 
 
 DAMAGE = {
-    "a free page is listed twice": lambda pool, owned: pool._stack.__setitem__(0, pool._stack[1]),
-    "an owned page is on the free list": lambda pool, owned: pool._stack.__setitem__(0, owned[0]),
+    "a free page is listed twice": lambda pool, owned: pool._ids.__setitem__(0, pool._ids[1]),
+    "an owned page is on the free list": lambda pool, owned: pool._ids.__setitem__(0, owned[0]),
     "an owned page is marked free": lambda pool, owned: pool._is_free.__setitem__(owned[0], True),
-    "a free page is marked owned": lambda pool, owned: pool._is_free.__setitem__(pool._stack[0], False),
-    "an id below the pool": lambda pool, owned: pool._stack.__setitem__(0, -1),  # as an index it is page 7, the same
-    "an id above the pool": lambda pool, owned: pool._stack.__setitem__(0, 8),
-    "a page is lost": lambda pool, owned: setattr(pool, "_top", 4),
-    "a page appears": lambda pool, owned: setattr(pool, "_top", 6),
-    "more pages than there are": lambda pool, owned: setattr(pool, "_top", 9),
+    "a free page is marked owned": lambda pool, owned: pool._is_free.__setitem__(pool._ids[0], False),
+    "an id below the pool": lambda pool, owned: pool._ids.__setitem__(0, -1),  # as an index it is page 7, the same
+    "an id above the pool": lambda pool, owned: pool._ids.__setitem__(0, 8),
+    "a page is lost": lambda pool, owned: setattr(pool, "_high", 4),
+    "a page appears": lambda pool, owned: setattr(pool, "_high", 6),
+    "more pages than there are": lambda pool, owned: setattr(pool, "_high", 9),
 }
 
 
@@ -164,7 +185,7 @@ def test_check_finds_damage(fault: str) -> None:
     allocator = PageAllocator(8)
     owned = allocator.allocate(3)
     allocator.check()
-    assert allocator._stack[0] == 7 and allocator._top == 5
+    assert allocator._ids[0] == 7 and allocator._high == 5
     DAMAGE[fault](allocator, owned)
     with pytest.raises(AssertionError):
         allocator.check()

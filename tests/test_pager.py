@@ -379,7 +379,7 @@ DAMAGE: dict[str, Callable[[PagePool], object]] = {
     "an adapter has a slot but no pages": lambda pool: pool._adapter_pages.pop(0),
     "a page leaked": lambda pool: pool.allocator.allocate(1),
     "a page in use is free": lambda pool: pool.allocator.free(pool.sequence_pages[0, 0, :1]),
-    "the free list is damaged": lambda pool: pool.allocator._stack.__setitem__(0, pool.allocator._stack[1]),
+    "the free list is damaged": lambda pool: pool.allocator._ids.__setitem__(20, pool.allocator._ids[21]),
     "a free page was written": lambda pool: pool.storage.__setitem__((1, _free_page(pool), -1), 0),
 }
 

@@ -89,7 +89,9 @@ print("pages: refused only where fewer pages are free than are asked for")
 # contiguous block must be as long as the longest possible answer, and most of it is never used.
 #
 # ## The data structure
-# A stack of free page ids. Allocating n pages takes the top n, freeing puts them back; the pool's size plays no part.
+# A list of free page ids with two ends. Allocating n pages takes n from an end, freeing puts them back there; the
+# pool's size plays no part. Keys and values, which come one by one, use one end, adapters the other: so an adapter's
+# pages stay neighbours.
 
 # %% listing
 source(PageAllocator.allocate, PageAllocator.free)

@@ -164,7 +164,7 @@ class PagePool(PageStorage):
             OutOfPages: nothing was allocated. PageError: no adapter slot is free, or the adapter already has pages.
         """
         self._check_adapter(adapter_id)
-        pages = self.allocator.allocate(self.layout.adapter_pages(shape.page_ranks))
+        pages = self.allocator.allocate(self.layout.adapter_pages(shape.page_ranks), far=True)
         self._settle_adapter(adapter_id, pages, shape)
         return pages
 
@@ -191,10 +191,10 @@ class PagePool(PageStorage):
         self._free_adapter_slots.append(slot)
 
     def _release_adapter(self, pages: Int[Array, " pages"]) -> None:
-        self._release(pages)
+        self._release(pages, far=True)
 
-    def _release(self, pages: Int[Array, " pages"]) -> None:
-        self.allocator.free(pages)
+    def _release(self, pages: Int[Array, " pages"], far: bool = False) -> None:
+        self.allocator.free(pages, far)
         if self.poison:
             self.storage[:, pages] = np.nan
 
