@@ -1,8 +1,9 @@
-"""DeviceLoader: adapters to a device beside the steps, one launch each (paper section 5.2).
+"""DeviceLoader: adapters to a device beside the steps (paper section 5.2).
 
-The launch reads the adapter's image from host memory over the link and writes it into the pool's pages. It goes to a
-second stream: after what the main stream has been given so far, which may still read those pages, and beside what comes
-later. Until its event has passed, no request of the adapter enters a step; nothing waits for it.
+A load is one launch, or a copy for each run of neighbouring pages, that takes the adapter's image from host memory over
+the link into the pool's pages. It goes to a second stream: after what the main stream has been given so far, which may
+still read those pages, and beside what comes later. Until its event has passed, no request of the adapter enters a
+step; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class PageWriter:
         """Starts the copy of an image that is in host memory; gives back what is read until the ticket is done."""
         with self._ops.beside() as ticket:
             self._tables.enter_adapter(self._pool.adapters, slot)
-            page_ids = self._tables.adapters.pages[slot, : image.shape[1]]
+            pages = (tables.pages[slot, : image.shape[1]] for tables in (self._tables.adapters, self._pool.adapters))
             staged = self._ops.readable(image)
-            load = self._ops.prepared_load(self._pool.storage, staged, page_ids)
+            load = self._ops.prepared_load(self._pool.storage, staged, *pages)
             ticket.begin()
             load()
         return ticket, staged

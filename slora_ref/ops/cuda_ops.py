@@ -18,15 +18,15 @@ import numpy as np
 from slora_ref.ops import row_arguments
 from slora_ref.ops.cuda_blas import Cublas
 from slora_ref.ops.cuda_graph import CudaGraph
-from slora_ref.ops.cuda_kernels import CudaKernels, is_pinned
+from slora_ref.ops.cuda_kernels import CudaKernels
+from slora_ref.ops.cuda_loads import CudaLoads
 from slora_ref.ops.cuda_ticket import Passed
-from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
 from slora_ref.ops.tape import Tape, Work
 from slora_ref.shapes import Array, Float
 
 
-class CudaOps(KernelOps):
+class CudaOps(CudaLoads):
     """KernelOps on CuPy arrays, on the current device and on the stream that is current when this is made.
 
     Args:
@@ -91,14 +91,6 @@ class CudaOps(KernelOps):
     def staging(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Pinned host memory."""
         return cupyx.zeros_pinned(shape, dtype)
-
-    def readable(self, array: Array) -> Array:
-        """Itself, or a copy in pinned memory."""
-        if is_pinned(array):
-            return array
-        pinned = cupyx.empty_pinned(array.shape, array.dtype)
-        pinned[...] = array
-        return pinned
 
     def upload(self, to: Array, staged: Array) -> Passed:
         """Copies on the current stream."""

@@ -134,7 +134,8 @@ class KernelOps(KernelLora, KernelAttention):
         storage: Float[Array, "layers pages width"],
         image: Float[Array, "layers count width"],
         page_ids: Int[Array, " count"],
+        on_host: Int[Array, " count"] | None = None,
     ) -> Work:
-        """What writes an adapter's image into its pages, in one launch."""
+        """What writes an adapter's image into its pages, in one launch; on_host: page_ids in host memory."""
         arguments = row_arguments.load_pages(storage, image, page_ids)
         return self.prepare(make_launch(fastest("load_pages", self.dtype, arguments), self.dtype, arguments))
