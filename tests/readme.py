@@ -100,7 +100,36 @@ def gpu_tables() -> str:
     ]
     lines += ["", f"{measured_by(decode)} ({peer['engine']}: {peer['how'].split(':')[0]})", ""]
     lines += serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *load_lines("SERVE-FEW-MANY-H200", "SERVE-10000-H200"), "", *start_lines()])
+
+
+def load_lines(*names: str) -> list[str]:
+    """What few and many registered adapters cost, and how the loads went."""
+    results = [measured(name) for name in names]
+    lines = [
+        "| Llama-7B, few and many adapters registered | requests/s | loads | GB/s | of the link | hidden "
+        "| waited for its adapter, p99 |",
+        f"| --- |{' ---: |' * 6}",
+    ]
+    for row in [row for result in results for row in result["rows"]]:
+        who = f"{row['registered']:,}, {row['popularity']} popularity, {row['requests']:,} requests"
+        rate = f"{row['gb_s']:.1f} | {row['gb_s'] / row['link_gb_s']:.0%} | {row['hidden_fraction']:.1%}"
+        waits = f"{row['waiting_steps_p99']:.0f} step(s)"
+        lines.append(f"| {who} | {row['requests_per_s']:.1f} | {row['loads']:,} | {rate} | {waits} |")
+    said = "The first row of each run is the first after the start. Folders are read from the system's page cache."
+    return [*lines, "", "\n\n".join(map(measured_by, results)), "", said]
+
+
+def start_lines() -> list[str]:
+    """From the start of the process to the first token, part by part."""
+    result = measured("START-H200")
+    parts = list(result["rows"][0]["start_s"])
+    lines = [f"| Llama-7B's first token after, in s | {' | '.join(['all', *parts])} |"]
+    lines.append(f"| --- |{' ---: |' * (len(parts) + 1)}")
+    for row in result["rows"]:
+        cells = [f"{row['first_ready_s']:.1f}", *(f"{row['start_s'][part]:.1f}" for part in parts)]
+        lines.append(f"| kernels {'kept' if row['kernels_cached'] else 'compiled'} | {' | '.join(cells)} |")
+    return [*lines, "", measured_by(result | {"command": f".venv/bin/{result['command']}"})]
 
 
 def decode_rows(decode: dict[str, Any], peer: dict[str, Any]) -> list[str]:
