@@ -22,7 +22,7 @@ from slora_ref.ops.device_tables import DeviceTables
 from slora_ref.ops.kernel_backend import AttentionStep
 from slora_ref.ops.tape import Tape
 from slora_ref.sampler import Sampling, likeliest
-from slora_ref.shapes import Array, Float, Int
+from slora_ref.shapes import Array, Float
 
 MOST_UNREAD = 2  # steps: the one that runs, and the one before it, which is read meanwhile
 
@@ -52,7 +52,6 @@ class KernelExecutor:
         self.last: tuple[Tape, ...] = ()  # the launches of the last step, for measurements
         shape = 2, self.staging.most_logits
         self._samples = ops.new(shape, np.int32)  # of the last step: tokens, and whether their logits are finite
-        self._sampled = np.zeros(0, np.int64)  # where those lie that it was to sample
         self._hosts = deque(ops.staging(shape, np.int32) for _ in range(MOST_UNREAD))
 
     def start(self, batch: Batch, sampling: Sampling) -> KernelStep:
@@ -60,17 +59,15 @@ class KernelExecutor:
 
         Logits that somebody reads are waited for: the next step writes its own in their place.
         """
-        staged, logits = self._stage(batch, sampling), None
-        if not len(batch.logit_rows):
-            self._layers(staged)
-        elif batch.wants_logits:
-            logits = self.ops.fetch(self._compute(staged)[: len(batch.logit_rows)])
+        staged, kept = self._stage(batch, sampling), None
+        if len(batch.logit_rows):
+            logits = self._compute(staged)
+            kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
         else:
-            self._compute(staged)
-        self._sampled = batch.sampled
+            self._layers(staged)
         self._hosts.rotate()
         ended = self.ops.download(self._hosts[0], self._samples)
-        return KernelStep(batch.sampled, self._hosts[0], staged.sent, ended, logits)
+        return KernelStep(batch.sampled, self._hosts[0], staged.sent, ended, kept)
 
     def follow(self, batch: Batch) -> None:
         """Computes a step on a shard that does not lead: the tokens are not its business."""
@@ -81,15 +78,9 @@ class KernelExecutor:
             self._layers(staged)
 
     def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
-        own = self.model.own_tokens(self._placed(batch.token_ids))
+        own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
         self.kept.valid_for(self.tables.shape)
-        return self.staging.stage(replace(batch, token_ids=own), sampling)
-
-    def _placed(self, token_ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        """The tokens; a placeholder names the logits that its sample came from, since not all are sampled from."""
-        placed, unread = token_ids.copy(), token_ids < 0
-        placed[unread] = -1 - self._sampled[-1 - token_ids[unread]]
-        return placed
+        return self.staging.stage(own, sampling)
 
     # --- what the device does ---
 

@@ -44,8 +44,9 @@ class Executor(Protocol):
     def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
         """Starts one step, behind those that were started before; or computes it at once.
 
-        A batch may hold placeholders of what the step before samples. A step of which somebody reads the logits is
-        read before the next one starts, and of the others at most two are started and not read.
+        A batch may hold placeholders of what the step before samples, if all logits of that step are sampled from. A
+        step of which somebody reads the logits is read before the next one starts; of the others at most two are
+        started and not read.
         """
         ...
 
