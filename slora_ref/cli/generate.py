@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
     if args.save_logits is not None and not args.save_logits.parent.is_dir():
         raise RequestError(f"--save-logits {args.save_logits}: there is no folder {args.save_logits.parent}")
+    if args.enforce_eager and args.device == "cpu":
+        raise RequestError("--enforce-eager needs --device cuda: on the CPU nothing is captured")
     where = {name: getattr(args, name) for name in ("device", "shards", "communicator", "enforce_eager")}
     how = EngineConfig(max_running=1, **where)
     engine = Engine.from_pretrained(model_folder(args.model), how)
