@@ -18,7 +18,7 @@ from slora_ref.ops.tape import Tape, Work
 Result = TypeVar("Result")
 
 MOST_TAPES = 128  # one of a 7B model takes about a megabyte of host memory
-MOST_GRAPHS = 96  # more than there are buckets of up to 512 rows
+MOST_GRAPHS = 96  # two for each bucket of up to 512 rows: with LoRA kernels and without
 
 
 @dataclass(frozen=True)

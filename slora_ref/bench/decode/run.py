@@ -1,7 +1,9 @@
 """All rows of `bench decode`: an engine serves one batch after the other; steps are timed as a client sees them.
 
 In the middle of the output the step's launches are taken and each part of them is captured and timed alone, so parts
-are without the host's time; `rest_ms` is what the step takes beyond them: small kernels, gaps and the host.
+are without the host's time; `rest_ms` is what the step takes beyond them: small kernels, gaps, and what a part waits
+between the others. LoRA's kernels do: alone each starts before the one before it has ended; in the step each pair waits
+for the end of a product of cuBLAS.
 """
 
 from __future__ import annotations
