@@ -150,7 +150,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("--ranks 0", "ranks are"),
         ("--host-gb 0", "--host-gb is 0"),
         ("--plot picture.png", "SVG"),
-        ("--host-gb 0.00001 --requests 2", "host memory; host_bytes is 10,000"),
+        ("--host-gb 0.00001 --requests 2", "--host-gb is 1e-05; the largest adapter takes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(

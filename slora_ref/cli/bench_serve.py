@@ -71,7 +71,9 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     given: dict[str, Any] = {name: getattr(args, name) for name in taken}
     if args.registered is not None:
         given["registered"] = sum(args.registered, ())
-    return ServeOptions(**given, kind=AdapterKind(args.ranks, args.targets))
+    options = ServeOptions(**given, kind=AdapterKind(args.ranks, args.targets))
+    options.check_host()
+    return options
 
 
 def prepare_load(args: argparse.Namespace) -> Measure:

@@ -45,18 +45,18 @@ def main(argv: Seq[str] | None = None) -> int:
 
 
 def _main(argv: Seq[str] | None) -> int:
-    name = "slora-ref"
+    name, options = "slora-ref", dict[str, object]()
     try:
         try:
             args = parser().parse_args(argv)
             args.argv = sys.argv[1:] if argv is None else list(argv)
-            name = f"slora-ref {args.command}"
+            name, options = f"slora-ref {args.command}", vars(args)
             run: Callable[[argparse.Namespace], int] = args.run
             return run(args)
         finally:  # also after --help
             sys.stdout.flush()
     except SloraError as error:
-        print(f"{name}: error: {_as_typed(str(error), vars(args))}", file=sys.stderr)
+        print(f"{name}: error: {_as_typed(str(error), options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

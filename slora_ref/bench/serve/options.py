@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slora_ref.checkpoint import float_dtype
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.config.presets import preset
 from slora_ref.errors import ConfigError
@@ -121,3 +122,10 @@ class ServeOptions:
             eviction=self.eviction[0],
             seed=self.seed,
         )
+
+    def check_host(self) -> None:
+        """Raises ConfigError when host memory cannot hold the largest adapter."""
+        engine, numbers = self.engine_config(), max(self.kind.numbers(self.model_config(), r) for r in self.kind.ranks)
+        needed = numbers * float_dtype(engine.dtype).itemsize
+        if needed > engine.host_bytes:
+            raise ConfigError(f"host_gb is {self.host_gb}; the largest adapter takes {needed / 1e9:.2g}: raise it")
