@@ -71,9 +71,9 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
                     mma_16x8x16(sums[i], {a[0].z, a[1].z, a[0].w, a[1].w}, {b[s][i].z, b[s][i].w});
                 }
             }
+            __syncwarp();  // x_tile is read before the next copies overwrite it
         }
         wait_for_previous();
-#pragma unroll
         for (int i = 0; i < TILES; i++)
             parts[product % 2][warp][i * 32 + lane] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
         __syncthreads();  // all warps' parts are written before they are added
