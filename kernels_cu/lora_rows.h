@@ -92,12 +92,12 @@ HELPER void shrink_row(int own, uint4* x_part, float* t, const Num* x, const Wei
 }
 
 // A run of chunks of a row of y += scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
-// group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order however many groups there are.
+// group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order however many groups there are: 1, 2 or 4.
 // t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others.
 template <int THREADS, int GROUPS>
 HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of, Lora adapter,
                        const Run& run, int splits, long long split_stride) {
-    constexpr int CLASSES = GROUPS > 4 ? GROUPS : 4, OWN = CLASSES / GROUPS, IN_FLIGHT = OWN == 1 ? 16 : 8;
+    constexpr int CLASSES = 4, OWN = CLASSES / GROUPS, IN_FLIGHT = OWN == 1 ? 16 : 8;
     constexpr int LANES = THREADS / GROUPS;
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, pieces = pieces_of(run.length, of.width);
     Chunk at = chunk_at(run.chunk + lane, run.length, of.width);

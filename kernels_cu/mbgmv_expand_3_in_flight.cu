@@ -2,16 +2,16 @@
 // arrays: y [rows, sum of d_out], the targets' outputs side by side; t [splits, rows, targets, t_columns] float32,
 //         whose splits are added here; pages [.., width]; page_table of page ids; lora [targets, rows] of Lora. B is in
 //         pages
-// map: a block owns a row and 128, 64, 32 or 16 chunks of 16 bytes of one target's part of y (the grid says which); so
-//      1, 2, 4 or 8 groups of its threads share the ranks, and a thread owns a chunk
+// map: a block owns a row and 128, 64 or 32 chunks of 16 bytes of one target's part of y (the grid says which); so 1, 2
+//      or 4 groups of its threads share the ranks, and a thread owns a chunk
 // new here: 8 or 16 loads of 16 bytes a thread are in flight, the first before the shrink has ended; groups help where
-//           rows are few. Ranks are summed in classes, j mod 4, in one order for 1, 2 or 4 groups
+//           rows are few. Ranks are summed in classes, j mod 4, in one order for any number of groups
 // limits: none; at most three targets; a row of rank 0 is neither read nor written
 #include "device.h"
 #include "lora.h"
 #include "lora_rows.h"
 
-constexpr int THREADS = 128, MOST_GROUPS = 8;
+constexpr int THREADS = 128, MOST_GROUPS = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 mbgmv_expand_3_in_flight(Num* y, const float* t, const Num* pages, const int* page_table, const Lora* lora, int rows,
@@ -37,6 +37,5 @@ mbgmv_expand_3_in_flight(Num* y, const float* t, const Num* pages, const int* pa
     };
     if (lanes == THREADS) expand(Constant<1>());
     else if (lanes == THREADS / 2) expand(Constant<2>());
-    else if (lanes == THREADS / 4) expand(Constant<4>());
-    else expand(Constant<8>());
+    else expand(Constant<4>());
 }

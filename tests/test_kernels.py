@@ -20,7 +20,7 @@ from kernel_shapes import drawn_cases, fixed_cases
 
 from slora_ref.kernels import kernels_folder
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
-from slora_ref.ops.ladder import make_launch, operation_of
+from slora_ref.ops.ladder import ladder, make_launch, operation_of
 from slora_ref.ops.rungs import RUNGS
 
 KERNELS = [(kernel, dtype) for kernel, rung in RUNGS.items() for dtype in rung.dtypes]
@@ -160,6 +160,25 @@ def test_bits_do_not_depend_on_other_rows(kernel: str, dtype: str) -> None:
             row = alone["tiles"][entry, 0]
         after = run("forward", kernel, replace(case, arguments=alone))
         assert row_bits(kernel, after, row) == row_bits(kernel, together, row), f"entry {entry}"
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("rank", [5, 24, 64, 128])
+@pytest.mark.parametrize("half", ["shrink", "expand"])
+def test_a_row_alone_has_the_same_bits_in_both_launches(half: str, rank: int, rows: int) -> None:
+    """Whether other rows of a step share an adapter decides between MBGMV's launch and the one for both."""
+    shape = LoraShape(512, 512, (512,), [[rank]] * rows, [(adapter, 1) for adapter in range(rows)])
+    both = cases.lora_case(f"lora_{half}", "float16", 3, shape)
+    alone = cases.lora_case(f"mbgmv_{half}", "float16", 4, shape)
+    arrays = {name: both.arguments[name].copy() for name in alone.arguments.keys() & both.arguments.keys() - {"lora"}}
+    entries, used = np.zeros_like(alone.arguments["lora"]), both.arguments["tiles"][:, 1] > 0
+    entries[:, both.arguments["tiles"][used, 0]] = both.arguments["lora"][:, used]
+    bits = []
+    for case in (both, replace(alone, arguments=alone.arguments | arrays | {"lora": entries})):
+        kernel = ladder(case.operation, "float16")[-1]
+        after = run("forward", kernel, case)
+        bits.append([row_bits(kernel, after, row) for row in range(rows)])
+    assert bits[0] == bits[1]
 
 
 @pytest.mark.parametrize("power", [-24, 20])

@@ -36,7 +36,7 @@ def expand_lanes(sizes: SimpleNamespace) -> int:
     As many groups share them as make 2,000 warps in all: one row alone is as slow as its loads in sequence.
     """
     warps = sizes.rows * sum(chunks(sizes, d_out) for d_out in (sizes.d_out0, sizes.d_out1, sizes.d_out2)) // 32
-    most = 8 if sizes.t_columns >= 128 else min(4, sizes.t_columns // 8)
+    most = min(4, sizes.t_columns // 8)
     groups = 1
     while 2 * groups <= most and groups * warps < 2000:
         groups *= 2
