@@ -32,14 +32,15 @@ def new_here(kernel: str) -> str:
 
 
 def measured() -> dict[str, dict[str, str]]:
-    """By title of a column, the text of each kernel whose ladder was timed."""
+    """By title of a column, the text of each kernel whose ladder was timed: a time for each shape."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    texts = {
-        kernel: f"{us:.1f} ({shape_of(row)}{', with decode' if operation_of(kernel).endswith('merge') else ''})"
-        for row in results["rows"]
-        for kernel, us in row.get("rungs", {}).items()
-    }
-    return {f"us on an {results['machine']['gpu']} (shape)": texts}
+    texts: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        for kernel, us in row.get("rungs", {}).items():
+            company = ", with decode" if operation_of(kernel).endswith("merge") else ""
+            texts.setdefault(kernel, []).append(f"{us:,.1f} ({shape_of(row)}{company})")
+    title = f"us on an {results['machine']['gpu']} (shape)"
+    return {title: {kernel: "; ".join(text) for kernel, text in texts.items()}}
 
 
 def shape_of(row: Mapping[str, Any]) -> str:
@@ -48,7 +49,9 @@ def shape_of(row: Mapping[str, Any]) -> str:
         return f"{row['batch']} x {row['context']}"
     if row["operation"] == "load_pages":
         return f"{row['bytes'] / 1e6:.1f} MB"
-    return f"{row['rows']} rows" + (f", rank {row['rank']}" if "rank" in row else "")
+    popular = " by Zipf" if row["case"] == "zipf" else ""
+    owners = f" of {row['adapters']} adapters{popular}, rank {row['rank']}" if "rank" in row else ""
+    return f"{row['rows']:,} rows{owners}"
 
 
 def table(measured: Mapping[str, Mapping[str, str]]) -> str:

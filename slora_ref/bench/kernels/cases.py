@@ -47,15 +47,24 @@ class LoraCase:
         return sum(self.lengths)
 
     @property
+    def shrink_bytes(self) -> int:
+        """A of each adapter, and x, each once; 2 bytes a number."""
+        return 2 * self.d_in * (sum(self.ranks) * len(self.d_outs) + self.rows)
+
+    @property
+    def expand_bytes(self) -> int:
+        """B of each adapter, and y, each once."""
+        return 2 * sum(self.d_outs) * (sum(self.ranks) + self.rows)
+
+    @property
     def bytes_moved(self) -> int:
-        """Weights of each adapter, x and y, each once; 2 bytes a number."""
-        weights = sum(self.ranks) * (len(self.d_outs) * self.d_in + sum(self.d_outs))
-        return 2 * (weights + self.rows * (self.d_in + sum(self.d_outs)))
+        """Weights of each adapter, x and y, each once."""
+        return self.shrink_bytes + self.expand_bytes
 
     @property
     def floor_us(self) -> float:
         """Microseconds that the bytes take."""
-        return 1e6 * self.bytes_moved / FLOOR_BYTES_PER_S
+        return floor_us(self.bytes_moved)
 
     def segments(self, first_slot: int) -> Segments:
         """The rows' segments, adapters in the slots from `first_slot`."""
@@ -79,6 +88,11 @@ class LoraCase:
             "bytes": self.bytes_moved,
             "floor_us": self.floor_us,
         }
+
+
+def floor_us(nbytes: int) -> float:
+    """Microseconds that the memory takes to move so many bytes."""
+    return 1e6 * nbytes / FLOOR_BYTES_PER_S
 
 
 def distinct(rows: int, rank: int, case: str = "distinct", **shape: object) -> LoraCase:

@@ -134,7 +134,8 @@ class LoraProjection:
 
     def _prepare(self, index: int, tables: AdapterTables) -> AdapterSet:
         segments = self.case.segments(index * len(self.case.ranks))
-        plan = plan_lora(segments, self.case.rows, together=not self.rungs, fixed=self.case.fixed)
+        apart = any(operation.startswith("mbgm") for operation in self.rungs)
+        plan = plan_lora(segments, self.case.rows, together=not apart, fixed=self.case.fixed)
         return AdapterSet(
             plan=plan,
             rows=self._lookup(plan.row_slots, tables),
@@ -154,22 +155,22 @@ class LoraProjection:
         kernel = self.rungs.get(operation) or fastest(operation, dtype, arguments)
         self.kernels.run(make_launch(kernel, dtype, arguments))
 
-    def launch(self, number: int) -> None:
-        """Shrink and expand of launch `number`, as KernelOps would launch them."""
+    def launch(self, number: int, only: str | None = None) -> None:
+        """Shrink and expand of launch `number`, as KernelOps would launch them; or the kernel of one operation only."""
         case, layer, chosen = self.case, number % self.layers, self.sets[number // self.layers]
         x, y, place = self.x[number], self.y[number], (self.storage[layer], self.page_table)
-        for kernels in chosen.plan.kernels:
-            t, entries = self.t[: SHRINK_SPLITS[kernels]], chosen.entries(kernels, layer, len(case.d_outs))
-            self._run(f"{kernels}_shrink", getattr(lora_arguments, f"{kernels}_shrink")(t, x, *place, *entries))
-        for kernels in chosen.plan.kernels:
-            t, entries = self.t[: SHRINK_SPLITS[kernels]], chosen.entries(kernels, layer, len(case.d_outs))
-            expand = getattr(lora_arguments, f"{kernels}_expand")(y, t, *place, *entries, case.d_outs)
-            self._run(f"{kernels}_expand", expand)
+        steps = [(f"{kernels}_{half}", kernels) for half in ("shrink", "expand") for kernels in chosen.plan.kernels]
+        for operation, kernels in steps:
+            if only in (None, operation):
+                t, entries = self.t[: SHRINK_SPLITS[kernels]], chosen.entries(kernels, layer, len(case.d_outs))
+                make, shrinks = getattr(lora_arguments, operation), operation.endswith("shrink")
+                arrays = (t, x, *place, *entries) if shrinks else (y, t, *place, *entries, case.d_outs)
+                self._run(operation, make(*arrays))
 
-    def launch_all(self) -> None:
+    def launch_all(self, only: str | None = None) -> None:
         """Every launch, one after the other."""
         for number in range(self.count):
-            self.launch(number)
+            self.launch(number, only)
 
     def error_of(self, replay: Callable[[], None]) -> float:
         """max |error| / max |reference| of the first and the last launch, against float64, for one run of `replay`."""

@@ -15,6 +15,7 @@ from slora_ref.bench.kernels.attention import PagedAttention
 from slora_ref.bench.kernels.attention_cases import AttentionCase, attention_cases
 from slora_ref.bench.kernels.load import load_row
 from slora_ref.bench.kernels.rows import RowCase, RowLaunches, row_cases
+from slora_ref.bench.kernels.step import step_cases
 from slora_ref.bench.kernels.timing import REPEATS, Graph
 from slora_ref.bench.kernels.torch_attention import torch_sdpa_us
 from slora_ref.ops.cuda_kernels import CudaKernels
@@ -82,9 +83,9 @@ def _attention_line(row: Row) -> str:
 
 
 def measure_rows(pool: Any, kernels: CudaKernels, say: Say) -> list[Row]:
-    """The operations on rows, then load_pages beside one copy over the link; in float16."""
+    """The operations on rows, then load_pages beside one copy over the link; of 16-bit numbers."""
     say(f"\n{'operation':18} {'rows':>5} {'us':>8} {'floor':>7} {'part':>5} {'error':>8}")
-    rows = [_row(case, kernels) for case in row_cases()]
+    rows = [_row(case, kernels) for case in (*row_cases(), *step_cases(LADDER_ROWS))]
     rungs = {kernel: load_row(pool, kernels, kernel) for kernel in ladder("load_pages", np.float16)}
     last = list(rungs.values())[-1]
     rows.append(last | {"rungs": {kernel: row["us"] for kernel, row in rungs.items()}})
@@ -96,11 +97,11 @@ def measure_rows(pool: Any, kernels: CudaKernels, say: Say) -> list[Row]:
 
 def _row(case: RowCase, kernels: CudaKernels) -> Row:
     times = {}
-    for kernel in ladder(case.operation, np.float16) if case.rows == LADDER_ROWS else (None,):
+    for kernel in ladder(case.operation, case.dtype) if case.rows == LADDER_ROWS else (None,):
 
         def run(operation: str, arguments: Arguments, chosen: str | None = kernel) -> None:
-            name = chosen or fastest(operation, np.float16, arguments)
-            kernels.run(make_launch(name, np.float16, arguments))
+            name = chosen or fastest(operation, case.dtype, arguments)
+            kernels.run(make_launch(name, case.dtype, arguments))
 
         launches = RowLaunches(case, run)
         launches.launch_all()

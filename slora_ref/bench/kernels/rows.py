@@ -31,6 +31,8 @@ class RowCase:
         bytes_moved: what is read and what is written, each once.
         make: the arguments of a launch, drawn from a generator.
         check: max |error| / max |reference| of a launch's results: from its arguments before and after.
+        dtype: that the kernel is compiled for.
+        most: launches in a graph, where their arrays are large.
     """
 
     operation: str
@@ -38,6 +40,8 @@ class RowCase:
     bytes_moved: int
     make: Callable[[Any], Arguments]
     check: Callable[[Arguments, Arguments], float]
+    dtype: str = "float16"
+    most: int = MOST_LAUNCHES
 
     @property
     def floor_us(self) -> float:
@@ -47,12 +51,12 @@ class RowCase:
     @property
     def count(self) -> int:
         """Launches in a graph."""
-        return min(MOST_LAUNCHES, -(-ROTATED_BYTES // self.bytes_moved))
+        return min(self.most, -(-ROTATED_BYTES // self.bytes_moved))
 
     def describe(self) -> dict[str, object]:
         """The fields of a result that say what was measured."""
         sizes = {"rows": self.rows, "bytes": self.bytes_moved, "floor_us": self.floor_us}
-        return {"operation": self.operation, "case": "decode", "dtype": "float16", **sizes}
+        return {"operation": self.operation, "case": "decode", "dtype": self.dtype, **sizes}
 
 
 def row_cases() -> list[RowCase]:

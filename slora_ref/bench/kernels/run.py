@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from slora_ref.bench.kernels.cases import LoraCase, lora_cases
+from slora_ref.bench.kernels.ladder import measure_ladders
 from slora_ref.bench.kernels.library import Grouped, Padded
 from slora_ref.bench.kernels.lora import LoraProjection, make_pool
 from slora_ref.bench.kernels.others import measure_attention, measure_rows
@@ -33,6 +34,7 @@ def bench_kernels(say: Say) -> list[dict[str, Any]]:
                 say(line(rows[-1]))
         rows += measure_attention(pool, kernels, say)
         if dtype == "float16":
+            rows += measure_ladders(pool, kernels, say)
             rows += measure_rows(pool, kernels, say)
         del pool
         cupy.get_default_memory_pool().free_all_blocks()
