@@ -115,6 +115,11 @@ print(f"of {pool['pages']:,} pages at most {pool['peak_kv']:,} by sequences and 
 print(f"checked {demo['checked']} answers, {demo['correct']} as the dense merged model answers")
 
 # %%
+for row in measured("START-H200")["rows"]:
+    kernels = "kept from an earlier run" if row["kernels_cached"] else "compiled"
+    print(f"first token {row['first_ready_s']:.1f} s after the start, with kernels {kernels}")
+
+# %%
 result = measured("DECODE-H200")
 found = [row for row in result["rows"] if (row["model"], row["dtype"], row["shards"]) == ("llama-7b", "float16", 1)]
 graph, eager = ({(r["batch"], r["adapters"]): r for r in found if r["mode"] == mode} for mode in ("graph", "eager"))
