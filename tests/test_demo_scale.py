@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from serving import CONFIG, host_kernels, model_folder, without_shape_checks
+from test_shards import mpirun, needs_mpi
 
 from slora_ref import Engine
 from slora_ref.checkpoint import load_checkpoint
@@ -16,6 +18,7 @@ from slora_ref.demo.scale import ScaleOptions, ScaleReport, run_scale_demo
 from slora_ref.demo.scale.start import StartClock, process_seconds
 from slora_ref.engine.build import Note, assemble, quiet
 from slora_ref.engine.devices import KernelDevice
+from slora_ref.engine.follower import Follower
 from slora_ref.errors import ConfigError
 from slora_ref.ops.host_ops import HostOps
 from slora_ref.synthetic import AdapterKind
@@ -160,3 +163,51 @@ def test_the_command_says_what_to_do(arguments: list[str], says: str, capsys: py
     assert main(["demo", *arguments]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+# --- shards ---
+
+ARGUMENTS = "--adapters 30 --distinct 3 --ranks 3,2 --requests 6 --checked 3 --pool-pages 3000".split()
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_folder_is_served_by_threads(shards: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demo", "--model", str(model_folder()), *ARGUMENTS, "--shards", str(shards), "--json"]
+    with without_shape_checks():
+        assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["wrong"] == 0 and report["correct"] == 3 and report["adapter_tokens"] > 0
+    assert report["sent"]["shards"] == shards and 0 < report["sent"]["lora_nbytes"] < report["sent"]["nbytes"]
+    assert not report["sent"]["as_of_a_ring"]
+
+
+@needs_mpi
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_folder_is_served_by_processes_of_mpirun(shards: int) -> None:
+    started = mpirun(shards, "demo", "--communicator", "mpi", "--model", str(model_folder()), *ARGUMENTS, "--json")
+    out, err = started.communicate(timeout=100)
+    assert started.returncode == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert report["wrong"] == 0 and report["correct"] == 3 and report["sent"]["shards"] == shards
+    assert report["sent"]["as_of_a_ring"] and len(out.splitlines()) == 1, "only shard 0 speaks"
+
+
+def test_a_wrong_weight_of_one_shard_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights that answers are checked against are read anew, not taken from the shards."""
+    before = Follower.join
+
+    def join(self: Follower) -> None:
+        before(self)
+        self.weights.layers[1].down[...] *= -1
+
+    monkeypatch.setattr(Follower, "join", join)
+    with without_shape_checks():
+        assert run_scale_demo(replace(SMALL, requests=3, pool_pages=3000, shards=2), lambda _: None).failed
+
+
+def test_what_a_shard_holds_must_fit() -> None:
+    """Half of a 13B model fits where the whole does not."""
+    options = ScaleOptions(model="llama-13b", shards=2)
+    options.check_device(24 * 10**9, 10**9)
+    with pytest.raises(ConfigError, match="take a smaller --model"):
+        replace(options, shards=1).check_device(24 * 10**9, 10**9)

@@ -26,7 +26,7 @@ def add_parser(commands: Subparsers) -> None:
         help="serve thousands of adapters from one page pool and check the answers",
         description="Registers many adapters of the toy model that comes with slora_ref, sends a burst to a "
         "pool that holds a few dozen, and checks each answer against the dense model with that adapter merged. "
-        "With --model: a large model on a GPU, synthetic adapters, the paper's workload, and a sample checked.",
+        "With --model: a large model on GPUs, synthetic adapters, the paper's workload, and a sample checked.",
     )
     default = "(default: %(default)s)"
     parser.add_argument("--adapters", type=int, default=defaults.adapters, help=f"adapters to register {default}")
@@ -44,8 +44,8 @@ def add_parser(commands: Subparsers) -> None:
     add_shard_options(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the pool (needs the extra `plots`)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    large = parser.add_argument_group("a large model on a GPU")
-    large.add_argument("--model", metavar="NAME", help="llama-7b or llama-13b (random weights), or a checkpoint folder")
+    large = parser.add_argument_group("a large model, usually on GPUs")
+    large.add_argument("--model", metavar="NAME", help="a shape (random weights; needs a GPU), or a checkpoint folder")
     large.add_argument("--ranks", type=numbers, metavar="LIST", help="of the adapters, in turn (default: 8)")
     large.add_argument("--targets", type=words, metavar="LIST", help="default: q_proj,k_proj,v_proj,o_proj")
     large.add_argument("--distinct", type=int, help=f"weight sets that names share (default: {scale.distinct})")
@@ -85,12 +85,9 @@ def _toy(args: argparse.Namespace) -> DemoOptions:
 
 
 def _scale(args: argparse.Namespace) -> ScaleOptions:
-    if args.device != "cuda":
-        raise ConfigError("--model needs a GPU: add --device cuda")
-    if args.shards > 1:
-        raise ConfigError(f"--model runs on one GPU, not on {args.shards} shards: leave --shards out")
     if args.plot is not None:
         raise ConfigError("--plot draws the toy demo's pool; leave --model or --plot out")
     kind = AdapterKind(**_given(args, "ranks", "targets"))
-    names = "adapters requests pool_pages seed rate dtype distinct memory_fraction checked".split()
-    return ScaleOptions(model=args.model, kind=kind, **_given(args, *names))
+    names = "adapters requests pool_pages seed rate distinct memory_fraction checked shards communicator".split()
+    dtype = args.dtype or DTYPES[args.device][0]
+    return ScaleOptions(model=args.model, kind=kind, device=args.device, dtype=dtype, **_given(args, *names))

@@ -37,6 +37,32 @@ with its adapter added into the weights, W + s B A, in float64: other code, same
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What one of the shards has sent to the others; as_of_a_ring: see Counts."""
+
+    shards: int
+    nbytes: int
+    lora_nbytes: int
+    as_of_a_ring: bool
+
+    @classmethod
+    def of(cls, engine: Engine) -> Sent:
+        """By shard 0; nothing, where there are no others."""
+        counts = engine.executor.counts if isinstance(engine.executor, GroupExecutor) else Counts()
+        return cls(
+            engine.scheduler.config.shards, sum(counts.nbytes.values()), counts.lora_nbytes, counts.as_of_a_ring
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """As the table of a report has it."""
+        if self.shards == 1:
+            return []
+        how = "as a ring would send them" if self.as_of_a_ring else "counted as they were sent"
+        share = f"{self.nbytes / 1e6:.1f} MB, {self.lora_nbytes / self.nbytes:.0%} of them LoRA's"
+        return [("messages of a shard", f"{share}; {how} ({self.shards} shards)")]
+
+
+@dataclass(frozen=True)
 class DemoReport:
     """Counts, times in seconds, and the largest logit error against the dense model."""
 
@@ -65,9 +91,7 @@ class DemoReport:
     evictions: int
     preemptions: int
     bytes_loaded: int
-    bytes_sent: int
-    lora_bytes_sent: int
-    bytes_as_of_a_ring: bool
+    sent: Sent
     max_logit_error: float
     samples: tuple[tuple[str, str, str], ...]
     history: tuple[str, ...]
@@ -132,16 +156,8 @@ class DemoReport:
             ("waited for their adapter", f"the other {self.adapter_waits:,}; those that wait together share one load"),
             ("adapters loaded", f"{self.adapter_loads:,} times ({megabytes:.1f} MB), evicted {self.evictions:,} times"),
             ("requests preempted", f"{self.preemptions:,}"),
-            *self._shard_rows(),
+            *self.sent.rows(),
         ]
-
-    def _shard_rows(self) -> list[tuple[str, str]]:
-        """What a shard has sent to the others, where there are others."""
-        if self.shards == 1:
-            return []
-        sent, share = self.bytes_sent / 1e6, self.lora_bytes_sent / self.bytes_sent
-        how = "as a ring would send them" if self.bytes_as_of_a_ring else "counted as they were sent"
-        return [("messages of a shard", f"{sent:.1f} MB, {share:.0%} of them LoRA's; {how} ({self.shards} shards)")]
 
 
 def _ms(seconds: float | None) -> str:
@@ -161,7 +177,6 @@ def summarize(
     first = [done.first_token_at - done.arrival for done in completions if done.first_token_at is not None]
     tokens = sum(len(done.token_ids) for done in completions)
     counts, occupancy = engine.prefetcher.counts, watch.occupancy
-    sent = engine.executor.counts if isinstance(engine.executor, GroupExecutor) else Counts()
     return DemoReport(
         model="toy",
         device=engine.scheduler.config.device,
@@ -188,9 +203,7 @@ def summarize(
         evictions=counts.evictions,
         preemptions=engine.scheduler.preemptions,
         bytes_loaded=counts.bytes_loaded,
-        bytes_sent=sum(sent.nbytes.values()),
-        lora_bytes_sent=sent.lora_nbytes,
-        bytes_as_of_a_ring=sent.as_of_a_ring,
+        sent=Sent.of(engine),
         max_logit_error=float(np.max([verdict.logit_error for verdict in verdicts])),  # a NaN stays one
         samples=tuple((question.adapter, question.prompt, done.text) for question, done, _ in asked[:8]),
         history=tuple(watch.history()),

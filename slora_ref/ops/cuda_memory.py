@@ -31,6 +31,12 @@ def to_device(array: Array) -> Array:
     return copied
 
 
+def to_host(array: Array) -> Array:
+    """A copy in host memory."""
+    copied: Array = cupy.asnumpy(array)
+    return copied
+
+
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An array on the device, or MemoryError."""
     try:

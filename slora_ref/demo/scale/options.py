@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from slora_ref.config import EngineConfig, ModelConfig
+from slora_ref.config.engine import DTYPES
 from slora_ref.config.presets import PRESETS, parameters
 from slora_ref.errors import ConfigError
 from slora_ref.options import check_whole
@@ -18,7 +19,7 @@ POPULARITY = 0.3  # alpha of the power law over the names
 LENGTHS = (8, 512)  # [low, high) of prompts, and of answers, in tokens: the paper's
 SLO_SECONDS = 6.0  # the paper's: the first token within it
 MOST = 100_000
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class ScaleOptions:
         memory_fraction: of the GPU's memory, see EngineConfig.
         checked: answers that are checked against dense merged weights, all where there are fewer.
         lengths: [low, high) of prompts, and of answers, in tokens; less where the model has not twice as many.
-        device: where the model runs; anything but "cuda" is for tests.
+        device: where the model runs: a shape needs a GPU, a folder that is small runs on the CPU, too.
+        shards, communicator: see EngineConfig.
     """
 
     model: str = "llama-7b"
@@ -54,6 +56,8 @@ class ScaleOptions:
     checked: int = 8
     lengths: tuple[int, int] = LENGTHS
     device: Literal["cpu", "cuda"] = "cuda"
+    shards: int = 1
+    communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"
 
     def __post_init__(self) -> None:
         """Raises ConfigError with the value and the limits."""
@@ -63,6 +67,10 @@ class ScaleOptions:
         check_whole(ConfigError, "seed", self.seed, 0, (1 << 32) - 1)
         if self.model not in PRESETS and not Path(self.model).is_dir():
             raise ConfigError(f"--model {self.model!r:.80} is no folder; a shape can be {', '.join(PRESETS)}")
+        if self.is_shape and self.device != "cuda":
+            raise ConfigError(f"--model {self.model} needs a GPU: add --device cuda")
+        if self.dtype not in DTYPES[self.device]:
+            raise ConfigError(f"dtype is {self.dtype!r}; on {self.device} it can be {' or '.join(DTYPES[self.device])}")
 
     @property
     def is_shape(self) -> bool:
@@ -90,6 +98,8 @@ class ScaleOptions:
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
+            shards=self.shards,
+            communicator=self.communicator,
             pool_pages=self.pool_pages,
             memory_fraction=self.memory_fraction,
             max_running=256,
@@ -125,7 +135,7 @@ class ScaleOptions:
 
     def check_device(self, total: int, used: int) -> None:
         """Raises ConfigError when weights and the largest request do not fit into the GPU's memory."""
-        item, config = ITEM_BYTES[self.dtype], self.config()
+        item, config = ITEM_BYTES[self.dtype] / self.shards, self.config()  # of a shard
         weights = parameters(config) * item
         adapter = max(self.kind.numbers(config, rank) for rank in self.kind.ranks) * item
         tokens = 4 * self.bounds[1] * config.num_layers * config.kv_width * item

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slora_ref.bench import machine_facts
-from slora_ref.demo.report import PoolPeaks
+from slora_ref.demo.report import PoolPeaks, Sent
 from slora_ref.demo.scale.check import TOLERANCE, Checked
 from slora_ref.demo.scale.options import SLO_SECONDS, ScaleOptions
 from slora_ref.demo.watch import LEGEND, PoolWatch
@@ -62,6 +62,7 @@ class ScaleReport:
     preemptions: int
     bytes_loaded: int
     load_gb_s: float | None
+    sent: Sent
     history: tuple[str, ...]
     checked: int = 0
     correct: int = 0
@@ -149,6 +150,7 @@ class ScaleReport:
             ("adapter already in the pool", f"for {self.adapter_hits:,} requests"),
             ("adapters loaded", f"{loaded}, evicted {self.evictions:,} times"),
             ("requests preempted", f"{self.preemptions:,}"),
+            *self.sent.rows(),
         ]
 
 
@@ -205,5 +207,6 @@ def summarize(
         preemptions=engine.scheduler.preemptions,
         bytes_loaded=counts.bytes_loaded,
         load_gb_s=counts.bytes_loaded / loading / 1e9 if loading else None,
+        sent=Sent.of(engine),
         history=tuple(watch.history()),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slora_ref.demo.scale.check import check_sample
+from slora_ref.demo.scale.check import check_sample, dense_weights
 from slora_ref.demo.scale.options import ScaleOptions
 from slora_ref.demo.scale.report import ScaleReport, summarize
 from slora_ref.demo.scale.start import StartClock
@@ -74,7 +74,7 @@ def run_scale_demo(
         engine.check()
         report = summarize(engine, options, completions, watch, seconds, clock.parts, cached)
         say(f"served {len(completions):,} requests in {seconds:.1f} s; checking a sample of the answers")
-        checked = check_sample(engine, _sample(completions, options))
+        checked = check_sample(engine, _sample(completions, options), dense_weights(engine, options))
         engine.check()
         return report.with_checks(checked)
 
