@@ -44,11 +44,10 @@ class LateBranch(FixedMemory):
         self.within, self.late = False, []
 
     @contextmanager
-    def branch(self) -> Iterator[None]:
-        with super().branch():
-            self.within = True
-            yield
-            self.within = False
+    def in_branch(self) -> Iterator[None]:
+        self.within = True
+        yield
+        self.within = False
 
     def from_here(self, work: Work) -> Work:
         return self._later(work) if self.within else work
@@ -60,13 +59,10 @@ class LateBranch(FixedMemory):
     def _later(self, work: Work) -> Work:
         return lambda: self.late.append(work)
 
-    def join(self) -> None:
-        def catch_up() -> None:
-            late, self.late = self.late, []
-            for work in late:
-                work()
-
-        self.do("branch", catch_up)
+    def end_branch(self) -> None:
+        late, self.late = self.late, []
+        for work in late:
+            work()
 
 
 def engine_on(backend: type[HostOps], monkeypatch: pytest.MonkeyPatch, shards: int = 2) -> Engine:
@@ -99,7 +95,7 @@ def test_a_branch_may_come_before_or_after_what_it_is_beside(monkeypatch: pytest
 def test_work_that_waits_for_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without a join the adapters' part is missing."""
     late = answers(engine_on(LateBranch, monkeypatch))
-    monkeypatch.setattr(LateBranch, "join", lambda self: self.late.clear())
+    monkeypatch.setattr(LateBranch, "end_branch", lambda self: self.late.clear())
     assert answers(engine_on(LateBranch, monkeypatch)) != late
 
 
@@ -122,6 +118,24 @@ def test_the_messages_of_lora_are_beside_the_base_models_products(monkeypatch: p
     gathered = "branch lora lora_communication lora gemm branch lora "
     reduced = "branch lora lora_communication gemm branch lora communication "
     assert f"communication {(gathered + reduced) * 2 * CONFIG.num_layers}" in found
+
+
+def test_a_branch_in_which_nothing_is_done_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No adapter changes anything but q and v: then o, gate, up and down have no branches."""
+    be_alone(monkeypatch)
+    engine = engine_on(HostOps, monkeypatch)
+    for name in [*NAMES][1:]:
+        engine.remove_adapter(name)
+    engine.remove_adapter("x")
+    engine.add_request([1, 2, 3], PARAMS)
+    engine.step()
+    assert "branch" not in parts_of_a_step(engine)
+    ops = HostOps()
+    with ops.recording() as tape:
+        with ops.branch():
+            pass
+        ops.join()
+    assert not tape.work
 
 
 def test_one_shard_has_no_branches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
@@ -117,22 +117,17 @@ class CudaOps(CudaLoads):
         ticket.event.record(stream)
         return ticket
 
-    @contextmanager
-    def branch(self) -> Iterator[None]:
+    def in_branch(self) -> AbstractContextManager[None]:
         """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""
-        self.do("branch", self._fork)
-        with _current(self.branch_stream):
-            yield
+        return _current(self.branch_stream)
 
-    def join(self) -> None:
-        """The main stream waits for the branch's."""
-        self.do("branch", self._join)
-
-    def _fork(self) -> None:
+    def begin_branch(self) -> None:
+        """The branch's stream waits for the main one."""
         self._forked.record(self.stream)
         self.branch_stream.wait_event(self._forked)
 
-    def _join(self) -> None:
+    def end_branch(self) -> None:
+        """The main stream waits for the branch's."""
         self._joined.record(self.branch_stream)
         self.stream.wait_event(self._joined)
 

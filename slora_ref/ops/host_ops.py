@@ -115,14 +115,15 @@ class HostOps(KernelOps):
         return Done()
 
     @contextmanager
-    def branch(self) -> Iterator[None]:
-        """One after the other, as everything is here; the tape shows where the branch begins."""
-        self.do("branch", _nothing)
+    def in_branch(self) -> Iterator[None]:
+        """One after the other, as everything is here."""
         yield
 
-    def join(self) -> None:
-        """The tape shows where it ends."""
-        self.do("branch", _nothing)
+    def begin_branch(self) -> None:
+        """There is nothing to wait for; the tape shows where the branch begins."""
+
+    def end_branch(self) -> None:
+        """And where it ends."""
 
     def from_here(self, work: Work) -> Work:
         """There is one place."""
@@ -170,7 +171,3 @@ class HostOps(KernelOps):
 
         self.do("gemm", multiply)
         return out
-
-
-def _nothing() -> None:
-    """There is no stream to wait for."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -110,6 +110,7 @@ class KernelBackend(ABC):
         self.dtype = np.dtype(dtype)
         self.rungs = dict(rungs or {})
         self._tape: Tape | None = None
+        self._branch: Literal["none", "due", "begun"] = "none"
         self._last = ""  # operation launched, or part of what was done else
 
     @abstractmethod
@@ -161,11 +162,15 @@ class KernelBackend(ABC):
         """Starts a copy from the device into an array of `staging`, which has the numbers when that is done."""
 
     @abstractmethod
-    def branch(self) -> AbstractContextManager[None]:
-        """What is done within may run beside what is done after it, up to `join`; it waits for all that came before."""
+    def in_branch(self) -> AbstractContextManager[None]:
+        """What is prepared within goes to the branch."""
 
     @abstractmethod
-    def join(self) -> None:
+    def begin_branch(self) -> None:
+        """The branch waits for all that has been done so far."""
+
+    @abstractmethod
+    def end_branch(self) -> None:
         """What is done from here on waits for the branch."""
 
     @abstractmethod
@@ -176,10 +181,33 @@ class KernelBackend(ABC):
     def beside(self) -> AbstractContextManager[Ticket]:
         """Work within goes beside the steps to come, and after all that was started before."""
 
+    # --- branches ---
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """What is done within may run beside what is done after it, up to `join`; it waits for all that came before.
+
+        If nothing is done within, there is no branch: to wait for an empty one costs a graph as much.
+        """
+        self._branch = "due"
+        with self.in_branch():
+            yield
+        if self._branch == "due":
+            self._branch = "none"
+
+    def join(self) -> None:
+        """What is done from here on waits for the branch."""
+        if self._branch == "begun":
+            self._branch = "none"
+            self.do("branch", self.end_branch)
+
     # --- doing and keeping ---
 
     def do(self, part: Part, work: Work) -> None:
         """Does a piece of a step's work, and keeps it if somebody records."""
+        if self._branch == "due":
+            self._branch = "begun"
+            self.do("branch", self.begin_branch)
         if self._tape is not None:
             self._tape.work.append((part, work))
         self._last = part
@@ -207,7 +235,7 @@ class KernelBackend(ABC):
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
         launch = make_launch(kernel, kind, arguments)
-        if launch.after_start and self._last in ALONE:
+        if launch.after_start and (self._branch == "due" or self._last in ALONE):
             launch = replace(launch, after_start=False)
         self.do(part_of(operation), self.prepare(launch))
         self._last = operation
