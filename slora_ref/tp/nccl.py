@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-import numpy as np
 from cupy.cuda import get_current_stream, nccl
 
 from slora_ref.shapes import Array, Shaped
@@ -56,5 +55,5 @@ class NcclCommunicator(Communicator):
 
 
 def _address(array: Any) -> int:
-    assert not isinstance(array, np.ndarray) and array.flags.c_contiguous, "NCCL moves contiguous arrays of a GPU"
+    assert hasattr(array.data, "ptr") and array.flags.c_contiguous, "NCCL moves contiguous arrays of a GPU"
     return int(array.data.ptr)
