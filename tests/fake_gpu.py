@@ -277,6 +277,8 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
         memcpyDeviceToHost=2,
         getDeviceCount=lambda: 1,
         memGetInfo=lambda: (1 << 34, 1 << 34),
+        hostRegister=lambda *_: None,
+        hostUnregister=lambda _: None,
         pointerGetAttributes=lambda _: SimpleNamespace(type=1),  # pinned, all of it
         CUDARuntimeError=OSError,
     )

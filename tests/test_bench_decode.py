@@ -128,5 +128,7 @@ def test_a_case_is_served_and_its_parts_are_timed(tmp_path: Path, monkeypatch: p
     assert row["part_floors"].keys() == {"gemm", "lora", "attention", "communication"}
     assert "3" in line(row)
     assert not engine.has_work
+    with pytest.raises(ConfigError, match="all 9 requests decoded together in 0 steps, fewer than half"):
+        measure(engine, DecodeCase(CONFIG, 9, 2, AdapterKind(), 9), options, 1.0)  # the engine runs 8
     engine.generate([[1, 2]], SamplingParams(max_tokens=2))
     engine.check()

@@ -60,7 +60,7 @@ def test_a_graph_takes_in_both_branches(monkeypatch: pytest.MonkeyPatch) -> None
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True).use()
-    ops = importlib.import_module("slora_ref.ops.cuda_ops").CudaOps(np.float32, shards=2)
+    ops = importlib.import_module("slora_ref.ops.cuda_ops").CudaOps(np.float32, shards=2, overlap=True)
     communicator = StepCommunicator(be_alone_on_a_gpu(monkeypatch)(LoneShard()), ops)
     x, y, out = (cupy.zeros(1 << 16, np.float32) for _ in range(3))
 
@@ -95,16 +95,17 @@ def lone_answers(engine: Engine) -> list[tuple[list[int], np.ndarray]]:
     return found
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("dtype", "eager"), [("float32", True), ("float32", False), ("float16", False)])
 def test_a_shard_alone_computes_on_a_gpu_what_it_does_in_numpy(
-    dtype: str, eager: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str, eager: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its branches and its part of NCCL's work, launched one by one and as captured graphs."""
     be_alone(monkeypatch)
     names = {name: name for name in ADAPTERS}
     want = lone_answers(new_engine(names, shards=2))
     be_alone_on_a_gpu(monkeypatch)
-    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": eager}
+    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": eager, "overlap_lora": overlap}
     engine = new_engine(names, on="cuda", shards=2, **options)
     got = lone_answers(engine)
     for (_, prompt), (tokens, logits), (want_tokens, want_logits) in zip(ASKS * 2, got, want, strict=True):
@@ -135,10 +136,11 @@ def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- two GPUs ---
 
 
-def two_gpus(dtype: str = "float16") -> Engine:
+def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False) -> Engine:
     """An engine of T0 over two GPUs; each adapter of the tests is registered."""
     sizes = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64}
-    config = EngineConfig(device="cuda", shards=2, communicator="nccl", dtype=dtype, **sizes)
+    options = {"communicator": "nccl", "dtype": dtype, "overlap_lora": overlap, "enforce_eager": eager}
+    config = EngineConfig(device="cuda", shards=2, **options, **sizes)
     engine = Engine.from_pretrained(model_folder(), config)
     for name in ADAPTERS:
         engine.add_adapter(name, adapter_folder(name))
@@ -146,9 +148,10 @@ def two_gpus(dtype: str = "float16") -> Engine:
 
 
 @needs_two
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_two_gpus_serve_as_the_dense_model_says(dtype: str) -> None:
-    engine = two_gpus(dtype)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("dtype", "eager"), [("float16", False), ("float32", True), ("float32", False)])
+def test_two_gpus_serve_as_the_dense_model_says(dtype: str, eager: bool, overlap: bool) -> None:
+    engine = two_gpus(dtype, overlap, eager)
     for _ in range(2):  # the second time by captured graphs
         names = {engine.add_request(prompt, PARAMS, name): name for name, prompt in ASKS}
         for number, done in run_to_end(engine).items():

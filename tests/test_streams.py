@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_gpu import install
 from lone import be_alone, be_alone_on_a_gpu
-from serving import host_kernels, new_engine, run_to_end, without_shape_checks
+from serving import assert_right, host_kernels, new_engine, run_to_end, without_shape_checks
 from test_branch import ASKS, NAMES, PARAMS
 
 from slora_ref import Engine
@@ -40,6 +40,44 @@ def test_a_shards_streams_may_overlap_as_they_will(eager: bool, seed: int, monke
     want = answers(new_engine(EACH, shards=2))
     install(monkeypatch, seed, host_kernels())
     be_alone_on_a_gpu(monkeypatch)
-    got = answers(new_engine(EACH, on="cuda", shards=2, enforce_eager=eager))
+    got = answers(new_engine(EACH, on="cuda", shards=2, enforce_eager=eager, overlap_lora=True))
     for ours, theirs in zip(got, want, strict=True):
         assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("forgotten", ["begin_branch", "end_branch"])
+def test_a_wait_that_is_forgotten_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    install(monkeypatch, 0, host_kernels())
+    be_alone_on_a_gpu(monkeypatch)
+    engine = new_engine(EACH, on="cuda", shards=2, overlap_lora=True)
+    monkeypatch.setattr(engine.executor._executor.ops, forgotten, lambda: None)
+    with pytest.raises(AssertionError, match="logits are not finite"):  # memory that nobody has written yet holds NaN
+        answers(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_and_steps_may_overlap_as_they_will(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU: adapters come and go beside steps that are started before the one before is read."""
+    install(monkeypatch, seed, host_kernels())
+    engine = new_engine(EACH, on="cuda", pool_pages=1300, max_adapters=3, loading="background")
+    numbers = {engine.add_request(prompt, PARAMS, name): name for name, prompt in [*ASKS, *ASKS[::-1]]}
+    done = run_to_end(engine)
+    for number, name in numbers.items():
+        assert_right(done[number], name, PARAMS)
+    assert engine.prefetcher.counts.evictions > 0
+
+
+def test_a_stream_is_current_again_after_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where CuPy's own `with` would go back to the default stream: `use` leaves its stack alone."""
+    gpu = install(monkeypatch, 0, host_kernels())
+    engine = new_engine(on="cuda", overlap_lora=True)
+    ops, seen = engine.executor.ops, []
+    with ops.branch():
+        work = ops.from_here(lambda: seen.append(gpu.current))
+        work()
+        assert gpu.current is ops.branch_stream
+    work()
+    with ops.beside():
+        assert gpu.current is ops.side
+    assert seen == [ops.branch_stream] * 2 and gpu.current is ops.stream is not gpu.default

@@ -29,6 +29,9 @@ class EngineConfig:
         communicator: what the shards are: "threads" of this process, on the CPU; "nccl": processes with a GPU each,
             started by the engine; "mpi": processes started by mpirun, on the CPU, or with a GPU each and NCCL; "auto":
             threads on the CPU, nccl on GPUs.
+        overlap_lora: on several GPUs, LoRA's first product and its message run on a stream of their own beside the base
+            model's product (paper section 6), not before it. Off until a run on GPUs has shown it right: see
+            tests/gpu/two_gpus.sh.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.
@@ -64,6 +67,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     shards: int = 1
     communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"
+    overlap_lora: bool = False
     dtype: str = "auto"
     pool_pages: int | None = None
     pool_bytes: int | None = None
@@ -107,7 +111,7 @@ class EngineConfig:
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
-        switches = "enforce_eager chunked_prefill separate_prefill blocking_loads poison share_host_copies"
+        switches = "overlap_lora enforce_eager chunked_prefill separate_prefill blocking_loads poison share_host_copies"
         for name in switches.split():
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)

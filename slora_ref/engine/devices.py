@@ -179,7 +179,8 @@ class CudaDevice(KernelDevice):
         dtype, kernels = float_dtype(config.dtype), importlib.import_module("slora_ref.ops.cuda_kernels").CudaKernels()
         kernels.compile_ahead(usable(dtype))
         cuda_ops = importlib.import_module("slora_ref.ops.cuda_ops")
-        super().__init__(config, cuda_ops.CudaOps(dtype, kernels=kernels, shards=shard.count))
+        how = {"kernels": kernels, "shards": shard.count, "overlap": config.overlap_lora}
+        super().__init__(config, cuda_ops.CudaOps(dtype, **how))
 
     def communicator(self, inner: Communicator) -> Communicator:
         """NCCL, beside what carries the orders."""

@@ -29,6 +29,7 @@ class DecodeOptions:
         prompt, output: tokens of every request; parts are timed in the middle of the output.
         dtype: of weights, activations and pool.
         shards: GPUs that the model is split over.
+        overlap_lora: see EngineConfig.
         modes: "graph", as the engine decodes unless told otherwise, or "eager": see EngineConfig.enforce_eager.
     """
 
@@ -40,6 +41,7 @@ class DecodeOptions:
     output: int = 128
     dtype: str = "float16"
     shards: int = 1
+    overlap_lora: bool = False
     modes: tuple[str, ...] = ("graph",)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from slora_ref.config import EngineConfig
 from slora_ref.config.presets import preset
 from slora_ref.engine import Engine
 from slora_ref.engine.leader import GroupExecutor
+from slora_ref.errors import ConfigError
 from slora_ref.executor import KernelExecutor
 from slora_ref.executor.timing import milliseconds
 from slora_ref.ops.tape import Part
@@ -39,6 +40,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "communication": ("communication", "lora_communication"),
     "lora_communication": ("lora_communication",),
 }
+SILENT: tuple[Part, ...] = ("gemm", "lora", "attention", "communication", "rest")  # all but LoRA's messages
 HEAD = f"{'mode':>5} {'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} "
 HEAD += f"{'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
 
@@ -47,7 +49,7 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
     """Every case of the options, in every mode.
 
     Raises:
-        ConfigError: there is no GPU, or the model does not fit.
+        ConfigError: there is no GPU, or the model does not fit, or a batch's requests are never all under way.
     """
     config, rows = preset(options.model), []
     with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
@@ -80,6 +82,7 @@ def _open(options: DecodeOptions, mode: str) -> Engine:
             max_adapters=512,
             host_bytes=max(1 << 20, 2 * options.kind.folder_bytes(config, DISTINCT)),
             enforce_eager=mode == "eager",
+            overlap_lora=options.overlap_lora,
         ),
     )
 
@@ -104,6 +107,11 @@ def measure(
             times.append(1e3 * (time.perf_counter() - started))
         if len(times) == options.output // 2 and not parts:
             parts = _parts(engine)
+    if not parts:
+        raise ConfigError(
+            f"all {case.batch} requests decoded together in {len(times)} steps, fewer than half of --output "
+            f"{options.output}: the first ones end before the last ones begin; give more tokens"
+        )
     step, (gemm, lora, attention, communication, of_lora) = statistics.median(times), (parts[name] for name in PARTS)
     return {
         "model": options.model,
@@ -124,6 +132,7 @@ def measure(
         "lora_communication_ms": of_lora,
         "rest_ms": step - gemm - lora - attention - communication,
         "kernels_ms": parts["all"],
+        "kernels_without_lora_communication_ms": parts["silent"],
         "step_p99_ms": sorted(times)[int(0.99 * (len(times) - 1))],
         "part_floors": {name: asdict(floor) for name, floor in case.floors(tflops).items()},
     }
@@ -133,8 +142,10 @@ def _parts(engine: Engine) -> dict[str, float]:
     """Milliseconds of each part of the last step, and of all its launches together, each as one graph."""
     executor = engine.executor
     assert isinstance(executor, KernelExecutor | GroupExecutor)
+    split = isinstance(executor, GroupExecutor)
     time = executor.milliseconds if isinstance(executor, GroupExecutor) else partial(milliseconds, executor)
-    return {name: time(kinds) for name, kinds in PARTS.items()} | {"all": time()}
+    parts = {name: time(kinds) for name, kinds in PARTS.items()} | {"all": time()}
+    return parts | {"silent": time(SILENT) if split else parts["all"]}
 
 
 def line(row: dict[str, Any]) -> str:
