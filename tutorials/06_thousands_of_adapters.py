@@ -282,5 +282,6 @@ header = ["registered", "popularity", "requests", "loads", "ahead", "GB", "of th
 table([*header, "steps waited, p99"], rows)
 
 # %% [markdown]
-# "Ahead" are loads that began before their request's turn; "of the link" is their rate as a part of what a plain copy
-# reaches; "beside steps" the share of their time in which steps went on.
+# Uniform: all names alike; zipf: a name's share falls as one over its place. "Ahead" are loads that began before
+# their request's turn; "of the link" is their rate as a part of what a plain copy reaches; "beside steps" the share
+# of their time in which steps went on.
