@@ -1,7 +1,6 @@
 // What the fast rungs of the LoRA kernels share: vectors in pages, 16 bytes at a time.
 // A vector (a column of A, a row of B) is cut into pieces of `width` numbers, a page each, and a piece into chunks of
-// NUMS16
-// numbers: one load. The last chunk of a piece or of the vector may be ragged, and then is read number by number.
+// NUMS16 numbers: one load. The last chunk of a piece or of the vector may be ragged, and is then read one by one.
 #pragma once
 
 // Blocks that must fit a multiprocessor. Before sm_90 the same kernels take more registers; one block has enough.
@@ -108,8 +107,7 @@ HELPER void load8_once(unsigned (&to)[2], const Num* from, bool wanted) {
 HELPER void store8(Num* to, const unsigned (&v)[2]) {
     *reinterpret_cast<int2*>(to) = {static_cast<int>(v[0]), static_cast<int>(v[1])};
 }
-// Four numbers of each of four ranks -> for each of the four numbers: ranks 0 and 1 in a word, ranks 2 and 3 in
-// another.
+// Four numbers of each of four ranks -> for each of the four numbers: ranks 0 and 1 in a word, 2 and 3 in another.
 HELPER void pair_up(unsigned (&b)[4][2]) {
     const unsigned w[4][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}, {b[2][0], b[2][1]}, {b[3][0], b[3][1]}};
 #pragma unroll
@@ -206,10 +204,8 @@ HELPER void shrink_plainly(float* t, int t_stride, const Num* x, int x_stride, c
 
 // The expand of rows row0 .. and a run of chunks, number by number: where numbers do not come in eights.
 HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* page_table, Lora adapter, Run run,
-        int size,
-                           int row0, int count, int rows, int width, int targets, int t_columns, int splits,
-                                   int y_stride,
-                           int page_stride) {
+                           int size, int row0, int count, int rows, int width, int targets, int t_columns, int splits,
+                           int y_stride, int page_stride) {
     wait_for_previous();
     for (int i = threadIdx.x; i < count * size * NUMS16; i += blockDim.x) {
         Chunk at = chunk_at(run.chunk + i / NUMS16 % size, run.length, width);
@@ -225,8 +221,8 @@ HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* 
     }
 }
 
-// The first entry from i on, in steps, that has rows (y); tile_count or more: none. All lanes of a warp look, 32 entries
-// at a time.
+// The first entry from i on, in steps, that has rows (y); tile_count or more: none. All lanes of a warp look, at 32
+// entries at a time.
 template <typename Tile>
 HELPER int next_tile(const Tile* tiles, int i, int step, int tile_count) {
     for (; i < tile_count; i += 32 * step) {

@@ -23,8 +23,8 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
     if (tiles[start].y == 0) start = next_tile(tiles, start + gridDim.y, gridDim.y, tile_count);
     if (start >= tile_count && blockIdx.x + blockIdx.y > 0) return;  // one block without work that waits is enough
     Run run = find_run(blockIdx.x, RUN, {d_out0, d_out1, d_out2}, width);
-    int lane = threadIdx.x % 32, g = lane / 4, own = run.chunk + threadIdx.x / 32 * 4, pieces = pieces_of(run.length,
-            width);
+    int lane = threadIdx.x % 32, g = lane / 4, own = run.chunk + threadIdx.x / 32 * 4;
+    int pieces = pieces_of(run.length, width);
     bool whole = whole_chunks(pages, width, page_stride) && run.length % NUMS16 == 0 && aligned16(y + run.column) &&
                  y_stride % NUMS16 == 0 && t_columns % 4 == 0;
 
@@ -37,9 +37,8 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
         unsigned b[STEPS][4][2], before[ROWS / 16][4][2];  // y [16 rows below][8 rows below, 16 columns further]
 #pragma unroll
         for (int k = 0; k < STEPS * 4; k++) {
-            int j = k / 4 * 16 + lane % 4 * 2 + k % 2 + k % 4 / 2 * 8;
-            page[k / 4][k % 4] = page_table[adapter.b + (j0 + min(j,
-                    ranks - 1)) * pieces + (of_b.count ? of_b.piece : 0)];
+            int j = j0 + min(k / 4 * 16 + lane % 4 * 2 + k % 2 + k % 4 / 2 * 8, ranks - 1);
+            page[k / 4][k % 4] = page_table[adapter.b + j * pieces + (of_b.count ? of_b.piece : 0)];
         }
 #pragma unroll
         for (int k = 0; k < STEPS * 4; k++) {
@@ -47,17 +46,16 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
             load8_once(b[k / 4][k % 4], from, k / 4 * 16 + lane % 4 * 2 + k % 2 + k % 4 / 2 * 8 < ranks && of_b.count);
         }
         wait_for_previous();
-        const Chunk of_y[2] = {chunk_at(own + lane % 4 / 2, run.length, width), chunk_at(own + 2 + lane % 4 / 2,
-                run.length, width)};
+        const Chunk of_y[2] = {chunk_at(own + lane % 4 / 2, run.length, width),
+                               chunk_at(own + 2 + lane % 4 / 2, run.length, width)};
         Num* row_y = y + (static_cast<long long>(row0) + g) * y_stride + run.column + lane % 2 * 4;
         auto place = [&](int r) { return row_y + r / 2 * 8ll * y_stride + of_y[r % 2].index; };
 #pragma unroll
         for (int r = 0; r < ROWS / 4; r++)
             load8_once(before[r / 4][r % 4], place(r), of_y[r % 2].count && r / 2 * 8 + g < count);
         stage_t(load_four, t_tile, up, t + (static_cast<long long>(row0) * targets + run.target) * t_columns + j0,
-                count, tall, ranks,
-                STEPS * 16, targets * t_columns, splits, static_cast<long long>(rows) * targets * t_columns,
-                        adapter.scale);
+                count, tall, ranks, STEPS * 16, targets * t_columns, splits,
+                static_cast<long long>(rows) * targets * t_columns, adapter.scale);
         __syncthreads();  // t_tile and up are written before all warps read them
 #pragma unroll
         for (int k = 0; k < STEPS; k++) pair_up(b[k]);
@@ -88,9 +86,8 @@ mbgmm_expand_3_tensor_cores(Num* y, const float* t, const Num* pages, const int*
         for (int row = 0; row < tiles[i].y; row += ROWS) {
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
             if (!whole && adapter.rank)
-                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets,
-                        t_columns, splits,
-                               y_stride, page_stride);
+                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets, t_columns,
+                               splits, y_stride, page_stride);
             for (int j = 0; whole && j < adapter.rank; j += RANKS)
                 if (adapter.rank - j <= 16) multiply(row0, count, adapter, j, Constant<1>());
                 else if (adapter.rank - j <= 32) multiply(row0, count, adapter, j, Constant<2>());

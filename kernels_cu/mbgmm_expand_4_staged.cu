@@ -56,9 +56,8 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
         Num* t_tile = reinterpret_cast<Num*>(ring + (STAGES - 1) * STAGE);
         float* up = reinterpret_cast<float*>(t_tile + ROWS * RANKS);        // and behind it: [ROWS]
         stage_t(load_four, t_tile, up, t + (static_cast<long long>(row0) * targets + run.target) * t_columns + j0,
-                count, ROWS,
-                ranks, deep, targets * t_columns, splits, static_cast<long long>(rows) * targets * t_columns,
-                        adapter.scale);
+                count, ROWS, ranks, deep, targets * t_columns, splits,
+                static_cast<long long>(rows) * targets * t_columns, adapter.scale);
         __syncthreads();  // t_tile and up are written before all warps read them
         unsigned a[RANKS / 16][4];
 #pragma unroll
@@ -103,9 +102,8 @@ mbgmm_expand_4_staged(Num* y, const float* t, const Num* pages, const int* page_
             Lora adapter = lora[run.target * tile_count + i];
             int row0 = tiles[i].x + row, count = min(ROWS, tiles[i].y - row);
             if (!whole && adapter.rank)
-                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets,
-                        t_columns, splits,
-                               y_stride, page_stride);
+                expand_plainly(y, t, pages, page_table, adapter, run, RUN, row0, count, rows, width, targets, t_columns,
+                               splits, y_stride, page_stride);
             for (int j = 0; whole && j < adapter.rank; j += RANKS) multiply(row0, count, adapter, j);
         }
     if (blockIdx.x + blockIdx.y == 0) wait_for_previous();  // one block without work that waits is enough

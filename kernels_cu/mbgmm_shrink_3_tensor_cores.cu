@@ -24,10 +24,10 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
     int2 tile = tiles[blockIdx.z];  // both at once, ahead of all else: what follows waits for them
     Lora adapter = lora[target * tile_count + blockIdx.z];
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width), steps = ceil_div(chunks, 4);
-    int share = ceil_div(steps, splits * WARPS), begin = (split * WARPS + warp) * share, end = min(begin + share,
-            steps);
-    bool whole = whole_chunks(pages, width,
-            page_stride) && aligned16(x) && x_stride % NUMS16 == 0 && d_in % NUMS16 == 0;
+    int share = ceil_div(steps, splits * WARPS), begin = (split * WARPS + warp) * share;
+    int end = min(begin + share, steps);
+    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && x_stride % NUMS16 == 0 &&
+                 d_in % NUMS16 == 0;
 
     auto multiply = [&](int row0, int count, Lora adapter, auto constant) {
         constexpr int TILES = decltype(constant)::VALUE, STEPS = TILES == 1 ? 4 : LOADS / TILES;
@@ -39,9 +39,10 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
             for (int s = 0; s < STEPS; s++) {
                 Chunk at = chunk_at(min((first + s) * 4 + lane % 4, chunks - 1), d_in, width);
 #pragma unroll
-                for (int i = 0; i < TILES; i++)
-                    page[s][i] = page_table[adapter.a + min(j0 + i * 8 + lane / 4,
-                            adapter.rank - 1) * pieces + at.piece];
+                for (int i = 0; i < TILES; i++) {
+                    int j = min(j0 + i * 8 + lane / 4, adapter.rank - 1);
+                    page[s][i] = page_table[adapter.a + j * pieces + at.piece];
+                }
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
@@ -52,9 +53,10 @@ mbgmm_shrink_3_tensor_cores(float* t, const Num* x, const Num* pages, const int*
                 for (int i = 0; i < TILES; i++)
                     b[s][i] = load16_once(page_at(pages, page[s][i], page_stride) + at.offset, wanted);
 #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    a[s][k] = load16_once(page_at(x, row0 + min(lane / 4 + 8 * k, count - 1), x_stride) + at.index,
-                            wanted);
+                for (int k = 0; k < 2; k++) {
+                    int row = row0 + min(lane / 4 + 8 * k, count - 1);
+                    a[s][k] = load16_once(page_at(x, row, x_stride) + at.index, wanted);
+                }
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {

@@ -75,8 +75,8 @@ mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_
                     load_matrices<false>(a[k], slab + top * SLAB + place(lane % 16, half * 4 + k * 2 + lane / 16));
 #pragma unroll
                 for (int i = 0; i < decltype(constant)::VALUE; i++) {
-                    load_matrices<false>(b, slab + (ROWS + (first + i) * 8) * SLAB + place(lane % 8,
-                            half * 4 + lane / 8));
+                    const uint4* tile = slab + (ROWS + (first + i) * 8) * SLAB;
+                    load_matrices<false>(b, tile + place(lane % 8, half * 4 + lane / 8));
                     mma_16x8x16(sums[i], a[0], {b[0], b[1]});
                     mma_16x8x16(sums[i], a[1], {b[2], b[3]});
                 }
