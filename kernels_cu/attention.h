@@ -36,8 +36,8 @@ HELPER void add_weighted(float (&sums)[NUMS16], float weight, uint4 v) {
     for (int i = 0; i < NUMS16; i++) sums[i] += weight * numbers[i];
 }
 
-// Decode attention: what the warps of a block found for one head. Warp w saw scores up to found[w * gap].x, whose powers
-// add up to found[w * gap].y, and weighted sums of V; column d's lies at parts[w * pitch] for the caller's d.
+// Decode attention: what the warps of a block found for one head. Warp w saw scores up to found[w * gap].x, whose
+// powers add up to found[w * gap].y, and weighted sums of V; column d's lies at parts[w * pitch] for the caller's d.
 struct DecodeOutput {
     Num* out;
     float* partial;
@@ -87,8 +87,9 @@ HELPER void store_pair(Num* to, float first, float second, int count) {  // the 
     }
 }
 // One step of a softmax in the registers of mma_16x8x16: of row lane / 4 + 8 * h, `seen` of whose TOKENS scores count
-// (more or less than all, too). Scores become weights 2^((score - largest) scale), as pairs in `weights`; where the largest
-// score so far grew, total and sums, which are in its terms, are rescaled. The lanes of a row add their totals later.
+// (more or less than all, too). Scores become weights 2^((score - largest) scale), as pairs in `weights`; where the
+// largest score so far grew, total and sums, which are in its terms, are rescaled. The lanes of a row add their totals
+// later.
 template <int TOKENS, int COLUMNS>
 HELPER void soften(float (&scores)[TOKENS / 8][4], unsigned (&weights)[TOKENS / 8][2], float (&sums)[COLUMNS][4], int h,
                    int seen, float scale, float& largest, float& total) {

@@ -92,7 +92,7 @@ HELPER void shrink_row(int own, uint4* x_part, float* t, const Num* x, const Wei
 }
 
 // A run of chunks of a row of y += scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
-// group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order however many groups there are: 1, 2 or 4.
+// group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order for 1, 2 or 4 groups.
 // t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others.
 template <int THREADS, int GROUPS>
 HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of, Lora adapter,
