@@ -1,8 +1,9 @@
 """A GPU that is none: CuPy's streams, events, captures and NCCL on NumPy arrays, for tests of what waits for what.
 
 Nothing is done when it is started. Only when the host waits does work go on, and then of all streams in any order that
-their events allow, drawn from a seed. So whatever nobody waits for shows. Kernels run by their host build; how they
-overlap within a stream is not modelled.
+their events allow, drawn from a seed. So whatever nobody waits for shows. Memory that nobody holds is handed out again
+by the stream that was current when it was, though work that was started may still use it, as CuPy's pool does. Kernels
+run by their host build; how they overlap within a stream is not modelled.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 import importlib.machinery
 import random
 import sys
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
@@ -19,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.array_utils import byte_bounds
 
 from slora_ref.ops.host_kernels import HostKernels
 
 Work = Callable[[], None]
+BLOCK = 512  # bytes; memory is handed out in multiples of it
 MODULES = [f"slora_ref.{name}" for name in ("ops.cuda_ops ops.cuda_blas ops.cuda_kernels ops.cuda_graph").split()]
 MODULES += ["slora_ref.ops.cuda_memory", "slora_ref.ops.cuda_ticket", "slora_ref.tp.nccl"]
 
@@ -47,13 +51,29 @@ class Gpu:
 
     def __init__(self, seed: int) -> None:
         self.random, self.streams, self.memory = random.Random(seed), [], []
+        self.free: dict[tuple[int, int], list[int]] = defaultdict(list)  # addresses, by stream and size
         self.default = Stream(self)
         self.current, self.stack = self.default, [self.default]  # as CuPy keeps them: `use` leaves the stack alone
 
-    def own(self, array: np.ndarray, shape: Any = None) -> DeviceArray:
-        """A copy that stays: work that is still to be done knows it by its address."""
-        self.memory.append(np.array(array).reshape(array.shape if shape is None else shape))
-        return self.memory[-1].view(DeviceArray)
+    def empty(self, shape: Any, dtype: Any = np.float32) -> DeviceArray:
+        """Memory from the current stream's free blocks, or new memory, full of NaN."""
+        count, kind = int(np.prod(shape)), np.dtype(dtype)
+        size = -(-max(1, count * kind.itemsize) // BLOCK) * BLOCK
+        free = self.free[self.current.ptr, size]
+        if not free:
+            self.memory.append(np.full(size + BLOCK, 0xFF, np.uint8))
+            free.append(-(-self.memory[-1].ctypes.data // BLOCK) * BLOCK)
+        address = free.pop()
+        block = (ctypes.c_char * size).from_address(address)
+        weakref.finalize(block, free.append, address)
+        return np.frombuffer(block, kind, count).reshape(shape).view(DeviceArray)
+
+    def copy_of(self, array: Any, dtype: Any = None) -> DeviceArray:
+        """A copy that the current stream makes of an array of the host."""
+        source = np.array(array, dtype)
+        copied = self.empty(source.shape, source.dtype)
+        copied[...] = source
+        return copied
 
     def work_until(self, done: Callable[[], bool]) -> None:
         """Goes on until that is so."""
@@ -175,16 +195,21 @@ class DeviceArray(np.ndarray):
         return super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        plain = self.view(np.ndarray)
-        source = value.view(np.ndarray) if isinstance(value, DeviceArray) else np.array(value)
+        plain = _by_address(self)
+        source = _by_address(value) if isinstance(value, DeviceArray) else np.array(value)
         self.gpu.current.put(lambda: plain.__setitem__(index, source))
 
     def set(self, array: np.ndarray) -> None:
         self[...] = array
 
 
-def _address(array: Any) -> int:
-    return int(array.ctypes.data)
+def _by_address(array: np.ndarray) -> np.ndarray:
+    """The same numbers, by one who does not keep them alive."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    low, high = byte_bounds(array.view(np.ndarray))
+    memory = (ctypes.c_char * (high - low)).from_address(low)
+    return np.ndarray(array.shape, array.dtype, memory, array.ctypes.data - low, array.strides)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int, kernels: HostKernels) -> Gpu:
@@ -214,9 +239,9 @@ class _Kernels:
 
     def prepare(self, launch: Any) -> Work:
         stream = self.gpu.current
-        plain = {n: a.view(np.ndarray) if isinstance(a, DeviceArray) else a for n, a in launch.arguments.items()}
+        plain = {n: _by_address(a) if isinstance(a, DeviceArray) else a for n, a in launch.arguments.items()}
         work = replace(launch, arguments=plain)
-        return lambda: stream.put(lambda: self.kernels.run(work))
+        return lambda keep=launch: stream.put(lambda: self.kernels.run(work))
 
 
 class _Cublas:
@@ -227,23 +252,21 @@ class _Cublas:
         self.stream = self.gpu.current
 
     def product(self, y: Any, x: Any, weight: Any, add: bool = False) -> Work:
-        out, left, right = (array.view(np.ndarray) for array in (y, x, weight))
+        out, left, right = map(_by_address, (y, x, weight))
 
         def multiply() -> None:
             product = left.astype(np.float32) @ right.astype(np.float32).T
             out[...] = out + product if add else product
 
-        return lambda: self.stream.put(multiply)
+        return lambda keep=(y, x, weight): self.stream.put(multiply)
 
 
 def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
     """The modules, with no more of CuPy than slora_ref asks for."""
 
-    def empty(shape: Any, dtype: Any = np.float32) -> DeviceArray:
-        return gpu.own(np.frombuffer(b"\xff" * (np.prod(shape, dtype=int) * np.dtype(dtype).itemsize), dtype), shape)
-
     def pinned(shape: Any, dtype: Any) -> np.ndarray:
-        return gpu.own(np.zeros(shape, dtype)).view(np.ndarray)
+        gpu.memory.append(np.zeros(shape, dtype))  # it stays: copies know it by its address
+        return gpu.memory[-1]
 
     def as_it_is(array: DeviceArray, dtype: Any) -> DeviceArray:
         assert array.flags.c_contiguous and array.dtype == dtype, "nothing here is copied from device to device"
@@ -298,9 +321,9 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
     cupy.__dict__.update(
         cuda=cuda,
         ndarray=DeviceArray,
-        empty=empty,
-        zeros=lambda shape, dtype=np.float32: gpu.own(np.zeros(shape, dtype)),
-        asarray=lambda array, dtype=None: gpu.own(np.asarray(array, dtype)),
+        empty=gpu.empty,
+        zeros=lambda shape, dtype=np.float32: gpu.copy_of(np.zeros(shape, dtype)),
+        asarray=gpu.copy_of,
         ascontiguousarray=as_it_is,
         asnumpy=asnumpy,
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
