@@ -5,7 +5,7 @@
 //         noise is a function of these two alone
 // map: a block owns a row, a thread a run of neighbouring logits
 // new here: the first rung
-// limits: none; the logits are finite
+// limits: none; what a row that is not finite gets means nothing
 #include "sample.h"
 
 extern "C" __global__ void sample_draw_1_philox(int* token, const Num* logits, const int2* keep,
@@ -16,6 +16,7 @@ extern "C" __global__ void sample_draw_1_philox(int* token, const Num* logits, c
     const Num* from = logits + row * logits_stride;
     float heat = temperature[row], least = min_p[row];
     if (heat == 0) return;
+    if (token[row] >= vocab) return;  // of a row that is all NaN no logit is the largest
     unsigned order = keep[row].x;
     Weight ties = static_cast<unsigned>(keep[row].y), ignored, total;
     float best = to_float(from[token[row]]);

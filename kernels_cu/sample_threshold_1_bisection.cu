@@ -4,7 +4,7 @@
 //         temperature, top_p [rows] float32; top_k [rows]; top_k 0: all; temperature 0: the row is left alone
 // map: a block owns a row, a thread every blockDim-th logit
 // new here: the first rung. The largest order that enough logits reach is found bit by bit, in 32 sums: no sort
-// limits: none; the logits are finite
+// limits: none; what a row that is not finite gets means nothing
 #include "sample.h"
 
 extern "C" __global__ void sample_threshold_1_bisection(int2* keep, const Num* logits, const int* token,
@@ -15,6 +15,7 @@ extern "C" __global__ void sample_threshold_1_bisection(int2* keep, const Num* l
     const Num* from = logits + row * logits_stride;
     float heat = temperature[row], share = top_p[row];
     if (heat == 0) return;
+    if (token[row] >= vocab) return;  // of a row that is all NaN no logit is the largest
     float best = to_float(from[token[row]]);
     auto weigh = [&](float logit) { return weight_of(relative(logit - best, heat)); };
     auto sum_from = [&](unsigned order, auto value) {  // over all logits of this order or a higher one
