@@ -258,14 +258,75 @@ def test_an_interrupt_leaves_an_engine_that_serves_on(where: str) -> None:
     assert_all_free(engine)
 
 
+def test_after_an_interrupt_whoever_was_not_in_the_step_goes_on_with_its_own_token() -> None:
+    """Prefill apart: what the interrupted step has left of the samples must not be fed back."""
+    engine = new_engine(EACH, async_scheduling=True, separate_prefill=True)
+    runs = engine.add_request(PROMPT, PLAIN)
+    engine.step()
+    engine.executor = diary = Diary(engine.executor, fail_start=0)
+    diary.error = KeyboardInterrupt()
+    fails = engine.add_request(PROMPT[::-1], PLAIN)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check()
+    done = run_to_end(engine)
+    assert done[fails].finish_reason is FinishReason.ERROR
+    assert_right(done[runs], None, PLAIN)
+
+
+def test_an_interrupt_between_the_tokens_of_a_step_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that was never taken in must not leave its place to the one that is read after it."""
+    engine = new_engine(EACH, async_scheduling=True)
+    engine.generate([PROMPT], PLAIN, "x")
+    first, second = (engine.add_request(PROMPT, PLAIN, name) for name in (None, "x"))
+    engine.step()
+    later = engine.add_request(PROMPT, PLAIN)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._live[first], "take", _interrupt)
+        engine.step()
+    engine.check()
+    done = run_to_end(engine)
+    assert [done[number].finish_reason for number in (first, second)] == [FinishReason.ERROR] * 2
+    assert_right(done[later], None, PLAIN)
+    assert_all_free(engine)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @ON
-def test_a_row_that_is_not_finite_is_not_fed_back(on: str) -> None:
-    """Of logits that are all NaN no token is the likeliest; the row that follows must not look it up."""
+def test_an_interrupt_before_a_step_of_logits_leaves_nothing_unread(on: str) -> None:
+    """Not all logits of that step are sampled from, so its samples cannot be fed back by number."""
+    engine = new_engine(EACH, on=on, async_scheduling=True)
+    engine.add_request(PROMPT, PLAIN)
+    engine.step()
+    under_way, diary = engine._under_way[0], Diary(engine.executor, fail_read=0)
+    diary.error = KeyboardInterrupt()
+    engine._under_way[0] = replace(under_way, step=Noted(diary, 0, under_way.step))
+    asked = (PROMPT, replace(PLAIN, keep_logits=True)), (PROMPT[::-1], PLAIN)
+    numbers = [engine.add_request(*each) for each in asked]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check()
+    done = run_to_end(engine)
+    for number, (_, params) in zip(numbers, asked, strict=True):
+        assert_right(done[number], None, params)
+
+
+@ON
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_not_fed_back(on: str, temperature: float) -> None:
+    """Of logits that are all NaN no token is the likeliest; neither the sampler nor the row that follows must look it
+    up, though nothing lies behind the last row of a full bucket.
+    """
+    params = replace(PLAIN, temperature=temperature, top_k=2, top_p=0.9, seed=1)
     engine = new_engine(EACH, on=on, async_scheduling=True)
     if on == "cuda":
-        engine.executor.model.weights.embed[5] = float("nan")
+        engine.executor.model.weights.embed[96] = float("nan")
     else:
-        engine.executor.model.weights.embed[5] = np.nan
-    done = engine.generate([[5, 1, 2], [1, 2, 3]], PLAIN, [None, "x"])
-    assert "not finite" in done[0].error and done[0].token_ids == ()
-    assert_right(done[1], "x", PLAIN)
+        engine.executor.model.weights.embed[96] = np.nan
+    *others, bad = engine.generate([[1, 2, 3]] * 3 + [[96, 1, 2]], params, [None, "x", "x", "x"])
+    assert "not finite" in bad.error and bad.token_ids == ()
+    for completion, name in zip(others, [None, "x", "x"], strict=True):
+        assert_right(completion, name, params)

@@ -6,7 +6,7 @@ at once or (under_way.py) while the next step runs. An exception that belongs to
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 from slora_ref.batch import Batch, arrange
@@ -15,9 +15,9 @@ from slora_ref.config import ModelConfig
 from slora_ref.engine.inputs import sampling_of
 from slora_ref.engine.live import Live
 from slora_ref.engine.outputs import RequestOutput
-from slora_ref.engine.under_way import UnderWay
+from slora_ref.engine.under_way import Share, UnderWay
 from slora_ref.errors import ShardLost
-from slora_ref.executor import Executor, StepResult
+from slora_ref.executor import Executor
 from slora_ref.prefetch import Prefetcher
 from slora_ref.request import BASE_MODEL, FinishReason
 from slora_ref.scheduler import Scheduler
@@ -101,10 +101,11 @@ class EngineLoop:
             self._retire(work)
         except BaseException as error:
             self._fail(work, error)
+            self._read()  # what the step has left of the samples of the one before, nobody knows
             if _ends_more_than_a_step(error):
                 raise
-            late = False  # what the step has left of the samples of the one before, nobody knows
-        self._read(all_but=1 if late else 0)
+        else:
+            self._read(all_but=1 if late else 0)
 
     def _retire(self, work: list[Work]) -> None:
         """Who gets the last token from the step under way, is not scheduled any more."""
@@ -113,17 +114,19 @@ class EngineLoop:
                 self.scheduler.retire(item.sequence)
 
     def _read(self, all_but: int = 0) -> None:
-        """Waits for the steps under way, but for so many, and takes in what they bring."""
+        """Waits for the steps under way, but for so many, and takes in what they bring.
+
+        What interrupts this ends the requests of that step alone: those of the others get their tokens before it is
+        raised, since a token that is read later would stand in the place of another one.
+        """
         while len(self._under_way) > all_but:
             under_way = self._under_way.popleft()
             try:
-                result = under_way.step.read()
+                self._take_in(under_way)
             except BaseException as error:
                 self._fail(under_way.work, error)
-                if _ends_more_than_a_step(error):
-                    raise
-            else:
-                self._take_in(under_way, result)
+                self._read()
+                raise
 
     def _fail(self, work: Seq[Work], error: BaseException) -> None:
         """A step that fails (or is interrupted) ends its requests, not the engine."""
@@ -131,24 +134,35 @@ class EngineLoop:
             if not item.sequence.finished:
                 self._finish(self._live[item.sequence.number], FinishReason.ERROR, f"the step failed: {error!r}")
 
-    def _take_in(self, under_way: UnderWay, result: StepResult) -> None:
-        """Gives each sequence its logits and its token, and ends those that are done."""
-        now, end_tokens = self.clock.now(), self.model_config.eos_token_ids
-        for share in under_way.shares(result):
-            live = self._live[share.work.sequence.number]
-            reason, error = None, None
-            try:
-                if share.logits is not None:
-                    live.keep_logits(share.work, share.logits)
-                if not share.finite:
-                    reason, error = FinishReason.ERROR, "the logits are not finite: the adapter or the prompt overflows"
-                elif share.token is not None:
-                    reason = live.take(share.token, None if share.logits is None else share.logits[-1], end_tokens)
-                    self._tell(live, share.token, now)
-            except Exception as failure:  # noqa: BLE001  what one request's data breaks, ends that request alone
-                reason, error = FinishReason.ERROR, f"the request failed: {failure!r}"
-            if reason is not None:
-                self._finish(live, reason, error)
+    def _take_in(self, under_way: UnderWay) -> None:
+        """Waits for a step, gives each sequence its logits and its token, and ends those that are done."""
+        try:
+            result = under_way.step.read()
+        except Exception as error:
+            if _ends_more_than_a_step(error):
+                raise
+            self._fail(under_way.work, error)
+        else:
+            now = self.clock.now()
+            for share in under_way.shares(result):
+                self._give(self._live[share.work.sequence.number], share, now)
+
+    def _give(self, live: Live, share: Share, now: float) -> None:
+        """What a step has brought for one request. What its data breaks, ends that request alone."""
+        reason, error = None, None
+        try:
+            if share.logits is not None:
+                live.keep_logits(share.work, share.logits)
+            if not share.finite:
+                reason, error = FinishReason.ERROR, "the logits are not finite: the adapter or the prompt overflows"
+            elif share.token is not None:
+                chosen_from = None if share.logits is None else share.logits[-1]
+                reason = live.take(share.token, chosen_from, self.model_config.eos_token_ids)
+                self._tell(live, share.token, now)
+        except Exception as failure:  # noqa: BLE001
+            reason, error = FinishReason.ERROR, f"the request failed: {failure!r}"
+        if reason is not None:
+            self._finish(live, reason, error)
 
     def _tell(self, live: Live, token: int, now: float) -> None:
         sequence = live.sequence
@@ -184,6 +198,9 @@ class EngineLoop:
         scheduled = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.leaving]
         alive = {sequence.number for sequence in scheduled}
         assert alive == self._live.keys(), "the engine and the scheduler disagree about who is alive"
+        expected = Counter(number for under_way in self._under_way for number in under_way.sampled)
+        unread = {number: live.sequence.unread for number, live in self._live.items()}
+        assert unread == {number: expected[number] for number in unread}, "a token is expected that no step samples"
 
 
 def _ends_more_than_a_step(error: BaseException) -> bool:

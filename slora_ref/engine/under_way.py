@@ -59,6 +59,11 @@ class UnderWay:
             sequence.expect(place)
         return under_way
 
+    @property
+    def sampled(self) -> list[int]:
+        """The numbers of the sequences that get a token."""
+        return [item.sequence.number for item, samples in zip(self.work, self.samples, strict=True) if samples]
+
     def shares(self, result: StepResult) -> Iterator[Share]:
         """Cuts the result into what belongs to each sequence that has not ended meanwhile."""
         samples = iter(zip(result.tokens.tolist(), result.finite.tolist(), strict=True))
