@@ -6,6 +6,14 @@ turns a SloraError into one line and exit code 2; anything else is a bug and sho
 
 from __future__ import annotations
 
+import shlex
+import sys
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for a missing optional part, in a checkout: the pip of this very Python, since others are near."""
+    return f"{shlex.quote(sys.executable)} -m pip install -e '.[{extra}]'"
+
 
 class SloraError(Exception):
     """Base of all errors that are about the input, not about a bug."""

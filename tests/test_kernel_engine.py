@@ -200,7 +200,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_remedy() -> None:
         missing = True
     if not missing:
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match="needs a GPU"):
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
         Engine.from_config(CONFIG, EngineConfig(device="cuda"))
 
 

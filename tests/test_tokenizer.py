@@ -264,7 +264,7 @@ def test_templates_have_what_transformers_gives_them() -> None:
 def test_without_jinja2_a_chat_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("jinja2", "jinja2.ext", "jinja2.sandbox"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TokenizerError, match=r"slora_ref\[chat\]"):
+    with pytest.raises(TokenizerError, match=r"pip install -e '\.\[chat\]'"):
         Tokenizer(sentence_piece(), SPECIAL, PLAIN).chat([])
 
 

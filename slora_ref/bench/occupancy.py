@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.errors import ConfigError
+from slora_ref.errors import ConfigError, how_to_install
 from slora_ref.pager import PoolUsage
 from slora_ref.shapes import Array, Float
 
@@ -31,9 +31,7 @@ def check_plot(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"--plot {path}: the file cannot be written there")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib: pip install 'slora_ref[plots]', or in a checkout pip install -e '.[plots]'"
-        )
+        raise ConfigError(f"--plot needs matplotlib: {how_to_install('plots')}")
 
 
 def draw_occupancy(axes: Any, usages: Seq[PoolUsage], edges: Float[Array, " edges"]) -> None:

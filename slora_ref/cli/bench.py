@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import importlib.util
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from slora_ref.cli.bench_serve import add_serving
 from slora_ref.cli.output import Screen, Subparsers, print_json
 from slora_ref.cli.values import numbers, words
 from slora_ref.config.presets import PRESETS
-from slora_ref.errors import ConfigError
+from slora_ref.engine.devices import check_cuda
 from slora_ref.synthetic import AdapterKind
 
 Say = Callable[[str], None]
@@ -93,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints.
 
     Raises:
-        ConfigError: a value cannot be measured, or the measurement needs CuPy, and it is not installed.
+        ConfigError: a value cannot be measured, or the measurement needs a GPU, and there is none or no CuPy.
     """
     measure = args.prepare(args)
     on_gpu = args.on_gpu or getattr(args, "device", "cpu") == "cuda"
-    if on_gpu and importlib.util.find_spec("cupy") is None:
-        raise ConfigError(f"bench {args.what} needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
+    if on_gpu:
+        check_cuda()
     screen = Screen(args.json)
     rows = measure(_busy(screen))
     screen.clear()

@@ -16,7 +16,7 @@ from slora_ref.checkpoint.shard import cut_layer, cut_vocabularies
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.device_loader import DeviceLoader, PageWriter
 from slora_ref.engine.writers import DeviceWriter, HostWriter, Writer
-from slora_ref.errors import ConfigError
+from slora_ref.errors import ConfigError, how_to_install
 from slora_ref.executor import Executor, FollowingExecutor, KernelExecutor, ModelExecutor
 from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, NumpyOps, Ops
@@ -227,14 +227,16 @@ class CudaDevice(KernelDevice):
 def check_cuda() -> None:
     """Raises ConfigError where kernels cannot run on a GPU, with the remedy."""
     if importlib.util.find_spec("cupy") is None:
-        raise ConfigError("device cuda needs a GPU and CuPy: pip install 'slora_ref[cuda12]', or [cuda13]")
+        raise ConfigError(f"device cuda needs an NVIDIA GPU and CuPy: {how_to_install('cuda12')}, or [cuda13]")
     runtime = importlib.import_module("cupy").cuda.runtime
     try:
         devices = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        raise ConfigError(f"device cuda needs a GPU, and CuPy finds none: {error}; use --device cpu") from None
+        raise ConfigError(
+            f"device cuda needs an NVIDIA GPU, and CuPy finds none: {error}; [cuda12] or [cuda13] must match the driver"
+        ) from None
     if not devices:
-        raise ConfigError("device cuda needs a GPU, and CuPy finds none; use --device cpu")
+        raise ConfigError("device cuda needs an NVIDIA GPU, and CuPy finds none")
 
 
 def open_device(config: EngineConfig, shard: Shard = WHOLE) -> Device:

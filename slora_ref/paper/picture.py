@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from slora_ref.errors import ConfigError
+from slora_ref.errors import ConfigError, how_to_install
 from slora_ref.paper.play import Row
 
 MARKS = "osv^D*XP"
@@ -27,7 +27,7 @@ UNITS = {
 def check_picture() -> None:
     """Raises ConfigError where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a picture needs matplotlib: pip install 'slora_ref[plots]', or leave --svg out")
+        raise ConfigError(f"a picture needs matplotlib: {how_to_install('plots')}, or leave --svg out")
 
 
 def draw(experiment: str, rows: Seq[Row], path: Path) -> None:

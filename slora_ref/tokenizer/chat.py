@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slora_ref.config.fields import read_text, show
-from slora_ref.errors import TokenizerError
+from slora_ref.errors import TokenizerError, how_to_install
 
 Message = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ def render(template: str | None, messages: Sequence[Message], special: Mapping[s
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise TokenizerError("chat templates need jinja2: pip install slora_ref[chat]") from None
+        raise TokenizerError(f"chat templates need jinja2: {how_to_install('chat')}") from None
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.errors import ConfigError
+from slora_ref.errors import ConfigError, how_to_install
 from slora_ref.shapes import Array, Shaped
 from slora_ref.tp.communicator import Communicator
 from slora_ref.tp.shard import Shard
@@ -70,8 +70,8 @@ class MpiCommunicator(Communicator):
 
 def _import_mpi() -> Any:
     if importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError("communicator mpi needs mpi4py and an MPI: pip install 'slora_ref[mpi]'")
+        raise ConfigError(f"communicator mpi needs mpi4py and an MPI: {how_to_install('mpi')}")
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(f"mpi4py finds no MPI: {error}; pip install 'slora_ref[mpi]' brings one") from None
+        raise ConfigError(f"mpi4py finds no MPI: {error}; one comes with {how_to_install('mpi')}") from None
