@@ -150,6 +150,11 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("--ranks 0", "ranks are"),
         ("--host-gb 0", "--host-gb is 0"),
         ("--plot picture.png", "SVG"),
+        ("--dtype float99", "--dtype is 'float99'"),
+        ("--seed -1", "--seed is -1"),
+        ("--prefetch -1", "--prefetch is -1"),
+        ("--max-batched-tokens 9", "max_batched_tokens 9 must be above max_running 16"),
+        ("--shards 3", "3 shards"),
         ("--host-gb 0.00001 --requests 2", "--host-gb is 1e-05; the largest adapter takes"),
     ],
 )
@@ -161,7 +166,8 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     except SystemExit as stopped:
         code = int(str(stopped.code))
     assert code == 2
-    assert message in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err and "registered" not in out  # refused before anything is measured
 
 
 def test_lengths_that_the_model_has_not_are_refused() -> None:

@@ -17,6 +17,7 @@ from slora_ref.config.presets import PRESETS
 from slora_ref.errors import ConfigError
 from slora_ref.prefetch import EVICTIONS
 from slora_ref.synthetic import AdapterKind
+from slora_ref.tp.split import check_split
 
 Say = Callable[[str], None]
 Rows = list[dict[str, Any]]
@@ -73,6 +74,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         given["registered"] = sum(args.registered, ())
     options = ServeOptions(**given, kind=AdapterKind(args.ranks, args.targets))
     options.check_host()
+    check_split(options.model_config(), options.shards)
     return options
 
 

@@ -67,6 +67,8 @@ class ServeOptions:
         """Raises ConfigError for what cannot be measured."""
         if not self.is_toy:
             preset(self.model)
+            if self.device == "cpu":
+                raise ConfigError(f"model is {self.model}; it needs a GPU: add --device cuda, or measure the toy")
         if not self.registered or not self.eviction:
             raise ConfigError("registered and eviction are lists; give at least one of each")
         for count in self.registered:
@@ -85,10 +87,11 @@ class ServeOptions:
         for policy in self.eviction:
             check_choice(ConfigError, "eviction", policy, EVICTIONS)
         if len(self.bounds) != 2:
-            raise ConfigError(f"lengths are {len(self.bounds)} numbers; give two, LOW,HIGH")
+            raise ConfigError(f"lengths are {', '.join(map(str, self.bounds))}; give two numbers, LOW,HIGH")
         low, high = self.bounds
         if not 1 <= low < high:
             raise ConfigError(f"lengths are {low} to {high}; the first must be at least 1 and below the second")
+        self.engine_config()  # it refuses what an engine would, before anything is made
 
     @property
     def is_toy(self) -> bool:
