@@ -74,8 +74,11 @@ class SamplingParams:
     def _check_items(self, name: str, rule: str, holds: Callable[[Any], bool]) -> None:
         """A list will do too; it becomes the tuple that this class promises."""
         items = getattr(self, name)
-        if not isinstance(items, list | tuple) or not all(map(holds, items)):
+        if not isinstance(items, list | tuple):
             raise RequestError(f"{name} is {items!r:.60}; it must be a tuple of {rule}")
+        for item in items:
+            if not holds(item):
+                raise RequestError(f"{name} is {item!r:.60}; there may be only {rule}")
         object.__setattr__(self, name, tuple(items))
 
 

@@ -44,10 +44,11 @@ class AdapterKind:
     def __post_init__(self) -> None:
         """Raises ConfigError for a rank that is none, or a target that is unknown."""
         if not self.ranks or min(self.ranks) < 1:
-            raise ConfigError(f"ranks are {self.ranks}; give at least one, each at least 1")
+            ranks = ", ".join(map(str, self.ranks)) or "none"
+            raise ConfigError(f"ranks are {ranks}; give at least one, each at least 1")
         unknown = [target for target in self.targets if target not in TARGETS]
         if unknown or not self.targets:
-            raise ConfigError(f"targets are {self.targets}; they can be {', '.join(TARGETS)}")
+            raise ConfigError(f"targets are {', '.join(self.targets) or 'none'}; they can be {', '.join(TARGETS)}")
 
     def numbers(self, config: ModelConfig, rank: int) -> int:
         """Weights of one adapter."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,15 +73,16 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
         ("demo --plot picture.png", ["picture.png", ".svg"]),
         ("demo --plot no/such/folder/picture.svg", ["no folder"]),
         ("generate --model toy", ["--prompt"]),
-        ("generate --model no/such/folder --prompt a", ["no/such/folder"]),
+        ("generate --model no/such/folder --prompt a", ["config.json in 'no/such/folder', which is no folder"]),
         ("generate --model toy --prompt a= --use nobody", ["'nobody'", "known: caesar-1, caesar-3", ", ..."]),
         (f"generate --model {MODEL_FOLDER} --prompt a= --use nobody", ["'nobody'", "--adapter NAME=DIR"]),
         ("generate --model toy --prompt a= --adapter nameless", ["nameless", "NAME=DIR"]),
-        ("generate --model toy --prompt a= --adapter x=no/such", ["no/such"]),
+        ("generate --model toy --prompt a= --adapter x=no/such", ["no/such', which is no folder"]),
         ("generate --model toy --prompt a= --max-tokens 0", ["--max-tokens is 0", "at least 1"]),
         ("generate --model toy --prompt a= --max-tokens 100000", ["100000", "max_length"]),
         ("generate --model toy --prompt a= --temperature -1", ["temperature is -1"]),
         ("generate --model toy --prompt a= --top-p 2", ["--top-p is 2"]),
+        ("generate --model toy --prompt a= --stop=", ["--stop is ''", "not empty"]),
         ("generate --model toy --prompt a= --enforce-eager", ["--enforce-eager needs --device cuda"]),
         ("generate --model toy --prompt-ids 1,x", ["1,x", "whole numbers"]),
         ("generate --model toy --prompt-ids 1,99999", ["99999", "vocabulary"]),
@@ -90,14 +94,18 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
         (f"inspect {ADAPTERS_FOLDER / 'upper-case'} --model {'n' * 300}", ["nnn", "File name too long"]),
         (f"generate --model {'n' * 300} --prompt a=", ["nnn"]),
         ("bench nothing", ["nothing"]),
-        ("bench serve --lengths 5", ["lengths are 1 numbers", "LOW,HIGH"]),
-        ("bench load --lengths 5,6,7", ["lengths are 3 numbers", "LOW,HIGH"]),
+        ("bench serve --lengths 5", ["--lengths are 5; give two numbers, LOW,HIGH"]),
+        ("bench load --lengths 5,6,7", ["--lengths are 5, 6, 7; give two numbers, LOW,HIGH"]),
         ("bench serve --max-running 0", ["--max-running is 0", "1"]),
         ("bench serve --max-batched-tokens 0", ["--max-batched-tokens is 0", "1"]),
         ("bench serve --rate 1e-9", ["rate is 1e-09", "from 0.001"]),
         ("bench serve --eviction lru,cost", ["--eviction is lru,cost", "bench serve takes one, bench load several"]),
         ("bench decode --batch 0", ["--batch is 0", "at least 1"]),
-        ("bench decode --ranks 0", ["--ranks are (0,)"]),
+        ("bench serve --model llama-7b", ["--model is llama-7b; it needs a GPU: add --device cuda"]),
+        ("bench decode --ranks 0", ["--ranks are 0; give"]),
+        ("bench decode --targets no", ["--targets are no; they can be q_proj"]),
+        ("bench decode --targets ,", ["--targets are none; they can be q_proj"]),
+        ("demo --model toy", ["'toy' is no folder", "without --model: the toy"]),
         ("bench decode --mode fast", ["--mode is 'fast'", "graph or eager"]),
         ("demo --communicator threads", ["--communicator threads", "add --shards N"]),
         ("inspect toy --model toy", ["--model is the base of an adapter", "leave it out"]),
@@ -254,3 +262,45 @@ def test_help_has_no_empty_defaults(capsys: pytest.CaptureFixture[str], command:
     assert "default: None" not in out
     assert "default: False" not in out
     assert ("default: 2000" in out) == (command == "demo")
+
+
+# --- a GPU that is not there ---
+
+ON_GPU = ["demo --device cuda", "generate --model toy --prompt a= --device cuda", "paper fig5 --device cuda"]
+ON_GPU += ["bench kernels", "bench decode", "bench serve --device cuda", "bench load --device cuda --model llama-7b"]
+
+
+@pytest.mark.parametrize("command", ON_GPU)
+def test_without_cupy_a_gpu_is_refused_with_what_to_type(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pip of this Python, so that the package lands where the command looks for it."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = outcome(capsys, command)
+    assert code == 2 and err.count("\n") == 1
+    assert f"CuPy: {sys.executable} -m pip install -e '.[cuda12]', or [cuda13]" in err
+
+
+@pytest.mark.parametrize("command", ON_GPU)
+@pytest.mark.parametrize("fails", [True, False])
+def test_with_cupy_and_no_gpu_there_is_one_line(
+    command: str, fails: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy can be installed where there is no GPU, or a driver that is older than its CUDA."""
+
+    def count() -> int:
+        if fails:
+            raise RuntimeError("the driver is insufficient")
+        return 0
+
+    cupy = ModuleType("cupy")
+    cupy.__spec__ = ModuleSpec("cupy", None)
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError, getDeviceCount=count)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    code, _, err = outcome(capsys, command)
+    assert code == 2 and err.count("\n") == 1
+    assert "needs an NVIDIA GPU, and CuPy finds none" in err
+    assert not fails or "the driver is insufficient" in err

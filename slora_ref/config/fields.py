@@ -36,7 +36,8 @@ def read_text(path: Path, error: type[SloraError], limit: int = MAX_JSON_BYTES) 
     """What stands in `path`, not parsed yet. Raises `error` when it is missing, not a regular file, or too large."""
     try:
         if not path.is_file():
-            raise error(f"no file {path.name} in {show(str(path.parent))}")
+            where = show(str(path.parent)) + ("" if path.parent.is_dir() else ", which is no folder")
+            raise error(f"no file {path.name} in {where}")
         size = path.stat().st_size
         if size > limit:
             raise error(f"{show(str(path))} is {size} bytes; the limit is {limit}")

@@ -66,7 +66,8 @@ class ScaleOptions:
         check_whole(ConfigError, "checked", self.checked, 0, MOST)
         check_whole(ConfigError, "seed", self.seed, 0, (1 << 32) - 1)
         if self.model not in PRESETS and not Path(self.model).is_dir():
-            raise ConfigError(f"--model {self.model!r:.80} is no folder; a shape can be {', '.join(PRESETS)}")
+            names = ", ".join(PRESETS)
+            raise ConfigError(f"--model {self.model!r:.80} is no folder; shapes: {names}; without --model: the toy")
         if self.is_shape and self.device != "cuda":
             raise ConfigError(f"--model {self.model} needs a GPU: add --device cuda")
         if self.dtype not in DTYPES[self.device]:
