@@ -122,8 +122,8 @@ class LlamaModel:
     ) -> Float[Array, "rows d_out"]:
         """xW + s (xA) B for the targets of a group.
 
-        Where the model is split, xA and its message go beside xW: the message is small, and what it takes is the time
-        until all shards have come to it.
+        Where the model is split, xA and its message are a branch that may run beside xW: the message is small, and what
+        it takes is the time until all shards have come to it.
 
         Args:
             d_outs: columns of each target; None: one target, whose B is added to this shard's columns of the sum.

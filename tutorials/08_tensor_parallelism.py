@@ -96,7 +96,7 @@ print("calls of a shard:", communicators[0].counts.calls)
 # %% [markdown]
 # ## The real thing
 # The model's own code does the same. Of o and down, this shard's columns of the sum are what B is added to. A message
-# takes time, but hardly any work; so on a GPU x A and its message run on a branch (a second queue of work) beside x
+# takes time, but hardly any work; so on a GPU x A and its message can run on a branch (a second queue of work) beside x
 # W, and `join` waits for them. A model that is not split has a communicator as well, which sends nothing.
 
 # %% listing

@@ -121,7 +121,7 @@ class CudaOps(CudaLoads):
 
     def in_branch(self) -> AbstractContextManager[None]:
         """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""
-        return _current(self.branch_stream)
+        return self._on(self.branch_stream)
 
     def begin_branch(self) -> None:
         """The branch's stream waits for the main one; one after the other, nothing has to."""
@@ -144,7 +144,9 @@ class CudaOps(CudaLoads):
             return work
 
         def run() -> None:
-            with _current(stream):
+            if cupy.cuda.get_current_stream() == stream:
+                return work()
+            with self._on(stream):
                 work()
 
         return run
@@ -155,10 +157,22 @@ class CudaOps(CudaLoads):
         ticket = Passed()
         ticket.event.record(self.stream)
         self.side.wait_event(ticket.event)
-        with _current(self.side):
+        with self._on(self.side):
             ticket.begin()
             yield ticket
             ticket.event.record(self.side)
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """Work within goes to this stream, and what follows to the main one.
+
+        CuPy's own `with stream` would forget at its end what `use` had made current.
+        """
+        stream.use()
+        try:
+            yield
+        finally:
+            self.stream.use()
 
     def angle_table(self, table: Float[Array, "positions half"]) -> Float[Array, "positions half"]:
         """The table on the device, in memory of its own."""
@@ -198,17 +212,6 @@ class CudaOps(CudaLoads):
         if len(x):
             self.do("gemm", self.cublas.product(y, x, weight))
         return y
-
-
-@contextmanager
-def _current(stream: Any) -> Iterator[None]:
-    """Work within goes to this stream. CuPy's own `with stream` forgets at its end what `use` had made current."""
-    before = cupy.cuda.get_current_stream()
-    stream.use()
-    try:
-        yield
-    finally:
-        before.use()
 
 
 def _address(array: Any) -> int:
