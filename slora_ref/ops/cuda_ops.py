@@ -145,9 +145,10 @@ class CudaOps(CudaLoads):
 
         def run() -> None:
             if cupy.cuda.get_current_stream() == stream:
-                return work()
-            with self._on(stream):
                 work()
+            else:
+                with self._on(stream):
+                    work()
 
         return run
 
