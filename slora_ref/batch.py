@@ -70,7 +70,7 @@ class Batch:
             positions=positions,
             k_pages=k_pages,
             v_pages=v_pages,
-            segments=_segments(adapters, row_starts, row_ends),
+            segments=_segments(adapters, row_starts, row_ends, pool.adapters.page_rank),
             spans=Spans(slots, row_starts, counts, starts + counts),
             logit_rows=np.arange(logits.sum()) + np.repeat(row_ends - np.cumsum(logits), logits),
             sampled=(np.cumsum(logits) - 1)[samples],
@@ -101,7 +101,10 @@ def _tokens(work: Seq[Work]) -> list[int]:
 
 
 def _segments(
-    adapters: Int[Array, " spans"], row_starts: Int[Array, " spans"], row_ends: Int[Array, " spans"]
+    adapters: Int[Array, " spans"],
+    row_starts: Int[Array, " spans"],
+    row_ends: Int[Array, " spans"],
+    page_rank: Int[Array, "adapter_slots targets"],
 ) -> Segments:
     """Merges neighbouring spans of one adapter slot."""
     changes = np.ones(len(adapters), np.bool_)
@@ -109,4 +112,6 @@ def _segments(
     first = np.flatnonzero(changes)
     last = np.append(first, len(adapters))[1:] - 1
     start = row_starts[first]
-    return Segments(adapters[first], start, row_ends[last] - start)
+    slots = adapters[first]
+    rank = np.where(slots >= 0, page_rank[slots].max(axis=1, initial=0), 0)
+    return Segments(slots, start, row_ends[last] - start, rank)

@@ -29,6 +29,10 @@ def modules_with_arrays() -> list[str]:
 
 install_import_hook(modules_with_arrays(), "beartype.beartype")
 
+from slora_ref.ops import plan  # noqa: E402  (behind the hook)
+
+plan.ONE_BY_ONE_UP_TO = 64  # the models of tests are small: so their steps reach all kinds of LoRA kernels
+
 # `ci` draws the same examples in every run, so a red run can be repeated; --hypothesis-profile thorough is for a night.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("ci"), derandomize=False, max_examples=2000)

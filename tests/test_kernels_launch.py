@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import kernel_cases as cases
@@ -81,13 +82,15 @@ def test_all_rungs_of_an_operation_are_launched_with_the_same_arguments(operatio
             assert 0 <= launch.shared <= 96 << 10
 
 
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+RANK = 2000  # so that all segments of several rows share
 SEGMENTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 70)), max_size=12)
 
 
 def segments_of(pairs: list[tuple[int, int]]) -> Segments:
     lengths = np.array([length for _, length in pairs], np.int64)
     adapters = np.array([adapter for adapter, _ in pairs], np.int64)
-    return Segments(adapters, np.cumsum(lengths) - lengths, lengths)
+    return Segments(adapters, np.cumsum(lengths) - lengths, lengths, np.where(adapters < 0, 0, RANK))
 
 
 MODES = {"together": st.booleans(), "fixed": st.booleans()}
@@ -122,6 +125,20 @@ def test_kernels_without_work_are_left_out_unless_launches_are_fixed(pairs: Any,
     assert made.kernels == (("lora",) if one_launch and shared else wanted)
     fixed = plan.plan_lora(segments_of(pairs), rows, together, fixed=True)
     assert fixed.kernels == (("lora",) if one_launch else ("mbgmv", "mbgmm"))
+
+
+@given(lengths=LENGTHS, rank=st.integers(1, 128), padding=st.integers(0, 5))
+def test_rows_share_an_adapter_only_where_the_step_times_its_rank_is_large(
+    lengths: list[int], rank: int, padding: int
+) -> None:
+    """The decision is the same at every length from two on."""
+    segments = replace(segments_of(list(enumerate(lengths))), rank=np.full(len(lengths), rank))
+    rows = sum(lengths) + padding
+    large = rows * rank > plan.ONE_BY_ONE_UP_TO
+    assert plan.uses_mbgmm(segments, rows).tolist() == [large and length > 1 for length in lengths]
+    made = plan.plan_lora(segments, rows)
+    alone = (made.row_slots >= 0).sum()
+    assert alone == (lengths.count(1) if large else sum(lengths))
 
 
 @given(one=SEGMENTS, other=SEGMENTS, **MODES)

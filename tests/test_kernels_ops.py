@@ -52,7 +52,8 @@ def build_batch(pool: PagePool) -> Batch:
     positions = np.array([9, 40, *range(70, 75), *range(28)])
     k_pages, v_pages = pool.extend(slots, positions)
     adapters = np.array([pool.adapter_slot(a) for a in (0, 2, -1, 1)])
-    segments = Segments(adapters, np.array([0, 1, 2, 7]), np.array([1, 1, 5, 28]))
+    rank = pool.adapters.page_rank[adapters].max(axis=1) * (adapters >= 0)
+    segments = Segments(adapters, np.array([0, 1, 2, 7]), np.array([1, 1, 5, 28]), rank)
     spans = Spans(np.arange(4), np.array([0, 1, 2, 7]), np.array([1, 1, 5, 28]), np.array([10, 41, 75, 28]))
     ids = np.random.default_rng(1).integers(0, 97, len(slots))
     last = np.array([0, 1, 6, 34])
@@ -140,7 +141,7 @@ def deltas(ops: HostOps, pairs: list[tuple[int, int]], adapters: int = 3) -> np.
     tables.rank[:, :, O.targets], tables.scale[:, :, O.targets] = rank, 2.0
     tables.page_rank[:, O.targets] = rank
     slots, lengths = np.array(pairs).T
-    segments = Segments(slots, np.cumsum(lengths) - lengths, lengths)
+    segments = Segments(slots, np.cumsum(lengths) - lengths, lengths, np.where(slots < 0, 0, rank))
     x = rng.standard_normal((lengths.sum(), width)).astype(ops.dtype)
     y = np.zeros_like(x)
     t = ops.lora_shrink(x, pages, tables, segments, O, 0)

@@ -49,9 +49,9 @@ print("gathered:", [(row @ a @ b).tolist() for row, (a, b) in zip(x, adapters, s
 excerpt("kernels_cu/device.h", "// Where one target's A and B", "};")
 
 # %% [markdown]
-# And the rows are split between two kinds of kernels: **MBGMV**, a row at a time, where an adapter has a single row,
-# and **MBGMM**, which reads an adapter once for a tile of rows. The names are the paper's: multi-size batched gather
-# matrix-vector (matrix-matrix) multiplication. The decision is made in one place:
+# And the rows are split between two kinds of kernels: **MBGMV**, a row at a time, where an adapter has a single row
+# or sharing would save little, and **MBGMM**, which reads an adapter once for a tile of rows. The names are the
+# paper's: multi-size batched gather matrix-vector (matrix-matrix) multiplication. The decision is made in one place:
 
 # %% listing
 from slora_ref.ops import Segments, plan
@@ -59,10 +59,12 @@ from slora_ref.ops import Segments, plan
 source(plan.uses_mbgmm)
 
 # %% [markdown]
-# A step of 24 rows: one of adapter 0, twenty of adapter 1 (a prompt), two of the base model (-1), one of adapter 2:
+# A step of 24 rows: one of adapter 0, twenty of adapter 1 (a prompt), two of the base model (-1), one of adapter 2. All
+# three are of rank 64; of rank 16, the twenty would be read one by one as well:
 
 # %%
-segments = Segments(np.array([0, 1, -1, 2]), start=np.array([0, 1, 21, 23]), length=np.array([1, 20, 2, 1]))
+start, length = np.array([0, 1, 21, 23]), np.array([1, 20, 2, 1])
+segments = Segments(np.array([0, 1, -1, 2]), start, length, rank=np.array([64, 64, 0, 64]))
 planned = plan.plan_lora(segments, rows=24)
 for row in np.flatnonzero(planned.row_slots >= 0):
     print(f"MBGMV: row {row}, adapter {planned.row_slots[row]}")

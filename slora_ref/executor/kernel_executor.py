@@ -140,7 +140,7 @@ class KernelExecutor:
         none = np.zeros(0, np.int64)
         nobody = likeliest(0)
         for rows in sorted({1, min(64, self.staging.most), self.staging.most}, reverse=True):
-            segments = Segments(none, none, none)
+            segments = Segments(none, none, none, none)
             padding = np.full(rows, -1)
             batch = Batch(padding + 1, padding + 1, padding, padding, segments, Spans(*[none] * 4), padding + 1, none)
             staged = self.staging.stage(batch, nobody)

@@ -134,7 +134,7 @@ class Staging:
     def _shapes(self, rows: int, logits: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
         """Shape of each array of a bucket, and the dtypes that are not int32."""
         none = np.zeros(0, np.int64)
-        lora = self._ops.plan_lora(Segments(none, none, none), rows)
+        lora = self._ops.plan_lora(Segments(none, none, none, none), rows)
         attention = plan_attention(Spans(none, none, none, none), rows)
         of_rows = ("token_ids", "positions", "slots", "k_pages", "v_pages", "adapters", "row_slots")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_rows, (rows,))

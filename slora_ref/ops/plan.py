@@ -1,7 +1,8 @@
 """The plan of a step: which kernel serves which rows, as the integer arrays that kernels read. Made once a step.
 
 MBGMV serves rows one by one, MBGMM whole tiles of a segment; decode and prefill attention likewise. The choice depends
-on the length of a segment or span alone and is made here, and only here. Arrays are padded to a size that depends on
+on the length and rank of a segment and on the number of rows of the step (its bucket), or on the length of a span, and
+is made here, and only here. Arrays are padded to a size that depends on
 the number of rows alone, so that a captured graph fits every step of its bucket.
 """
 
@@ -17,12 +18,20 @@ from slora_ref.shapes import Array, Int, Int32
 NONE = -1  # no adapter, or no sequence
 
 
-def uses_mbgmm(length: Int[Array, " segments"]) -> Array:
-    """Whether a segment's rows share the reads of its adapter's weights (MBGMM) or read them one by one (MBGMV)."""
-    return length >= SHARED_FROM
+def uses_mbgmm(segments: Segments, rows: int) -> Array:
+    """Whether a segment's rows share the reads of its adapter's weights (MBGMM) or read them one by one (MBGMV).
+
+    Sharing pays when what it saves is more than what the tiles cost. An H200 reads weights again from its cache in less
+    time than that while the step is small.
+
+    Args:
+        rows: of the step, with its padding.
+    """
+    return (segments.length >= SHARED_FROM) & (rows * segments.rank > ONE_BY_ONE_UP_TO)
 
 
 SHARED_FROM = 2  # rows of a segment
+ONE_BY_ONE_UP_TO = 1024  # rows of a step x rank: as many distinct adapters took less time than few in tiles, measured
 TOGETHER_UP_TO = 512  # rows of a step: beyond, MBGMM's tiles are larger, and one launch more matters less
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
 
@@ -72,7 +81,7 @@ def plan_lora(segments: Segments, rows: int, together: bool = False, fixed: bool
         fixed: the launches depend on the number of rows alone; else what would have nothing to do is left out, and a
             bucket has as many graphs as there are sets of kernels, which is faster.
     """
-    used, shared = segments.adapter >= 0, uses_mbgmm(segments.length)
+    used, shared = segments.adapter >= 0, uses_mbgmm(segments, rows)
     single = used & ~shared & (segments.length > 0)
     capacity = max(tile_count(rows, SHARED_FROM, tile_rows(rows)), rows if together and rows <= TOGETHER_UP_TO else 0)
     together = together and rows <= TOGETHER_UP_TO and bool(fixed or (used & shared).any())

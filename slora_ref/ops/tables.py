@@ -111,11 +111,13 @@ class Segments:
     Args:
         adapter: [segments] adapter slot, -1 for the base model.
         start, length: [segments] the rows start .. start + length - 1.
+        rank: [segments] the largest rank of its adapter, 0 for the base model.
     """
 
     adapter: Int[Array, " segments"]
     start: Int[Array, " segments"]
     length: Int[Array, " segments"]
+    rank: Int[Array, " segments"]
 
     def of_rows(self, rows: int) -> Int[Array, " rows"]:
         """[rows] the adapter slot of each row; -1 for the base model and for rows of padding."""

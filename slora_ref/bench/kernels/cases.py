@@ -69,7 +69,7 @@ class LoraCase:
     def segments(self, first_slot: int) -> Segments:
         """The rows' segments, adapters in the slots from `first_slot`."""
         length = np.array(self.lengths)
-        return Segments(first_slot + np.arange(len(length)), np.cumsum(length) - length, length)
+        return Segments(first_slot + np.arange(len(length)), np.cumsum(length) - length, length, np.array(self.ranks))
 
     def describe(self) -> dict[str, object]:
         """The fields of a result that say what was measured."""
