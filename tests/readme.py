@@ -92,13 +92,8 @@ def peers_table() -> str:
 def gpu_tables() -> str:
     """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
     decode, peer = measured("DECODE-H200"), measured("VLLM-H200")
-    lines = [
-        "| Llama-7B, float16, a decode step, in ms | step | without graphs | its floor "
-        f"| GEMM | LoRA | attention | other | {peer['engine']} |",
-        f"| --- |{' ---: |' * 8}",
-        *decode_rows(decode, peer),
-    ]
-    lines += ["", f"{measured_by(decode)} ({peer['engine']}: {peer['how'].split(':')[0]})", ""]
+    lines = [*decode_lines(decode, peer), ""]
+    lines += [f"{measured_by(decode)} ({peer['engine']}: {peer['how'].split(':')[0]})", ""]
     lines += serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200")
     return "\n".join([*lines, "", *load_lines("SERVE-FEW-MANY-H200", "SERVE-10000-H200"), "", *start_lines()])
 
@@ -111,7 +106,7 @@ def load_lines(*names: str) -> list[str]:
         "| waited for its adapter, p99 |",
         f"| --- |{' ---: |' * 6}",
     ]
-    for row in [row for result in results for row in result["rows"]]:
+    for row in [row for result in results for row in own_rows(result)]:
         who = f"{row['registered']:,}, {row['popularity']} popularity, {row['requests']:,} requests"
         rate = f"{row['gb_s']:.1f} | {row['gb_s'] / row['link_gb_s']:.0%} | {row['hidden_fraction']:.1%}"
         waits = f"{row['waiting_steps_p99']:.0f} step(s)"
@@ -132,18 +127,38 @@ def start_lines() -> list[str]:
     return [*lines, "", measured_by(result | {"command": f".venv/bin/{result['command']}"})]
 
 
-def decode_rows(decode: dict[str, Any], peer: dict[str, Any]) -> list[str]:
-    """A decode step as the engine takes it, beside single launches, its floor, its parts, and vLLM where it was run."""
-    steps = {(row["mode"], row["batch"], row["adapters"]): row for row in decode["rows"]}
-    theirs = {(row["batch"], row["adapters"]): f"{row['step_ms']:.1f}" for row in peer["decode"]}
+def own_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engine's rows of a result; of those from before PEFT was measured in the same run, all."""
+    return [row for row in result["rows"] if row.get("system", "slora_ref") == "slora_ref"]
+
+
+def peft_rows(*results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of PEFT, measured in the same runs."""
+    return [row for result in results for row in result["rows"] if row not in own_rows(result)]
+
+
+def peft_names(rows: list[dict[str, Any]]) -> list[str]:
+    """The head of PEFT's column, if it has one."""
+    return [f"PEFT {rows[0]['versions']['peft']}"] if rows else []
+
+
+def decode_lines(decode: dict[str, Any], peer: dict[str, Any]) -> list[str]:
+    """A decode step as the engine takes it, beside single launches, its floor, its parts, vLLM and PEFT."""
+    steps = {(row["mode"], row["batch"], row["adapters"]): row for row in own_rows(decode)}
+    peft = peft_rows(decode)
+    found = [peer["decode"], peft] if peft else [peer["decode"]]
+    others = [{(row["batch"], row["adapters"]): f"{row['step_ms']:.1f}" for row in rows} for rows in found]
     keys = ("floor_ms", "gemm_ms", "lora_ms", "attention_ms", "rest_ms")
-    lines = []
+    titles = ["step", "without graphs", "its floor", "GEMM", "LoRA", "attention", "other", peer["engine"]]
+    titles += peft_names(peft)
+    lines = [f"| Llama-7B, float16, a decode step, in ms | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     for (mode, batch, adapters), row in steps.items():
         if mode == "graph" and adapters in (0, batch):
             who = f"{adapters} adapter{'s' * (adapters > 1)} of rank {row['rank']}" if adapters else "no adapter"
             times = [row["step_ms"], steps["eager", batch, adapters]["step_ms"], *(row[key] for key in keys)]
             cells = [f"{batch} request{'s' * (batch > 1)}, {who}", *(f"{time:.2f}" for time in times)]
-            lines.append(f"| {' | '.join(cells)} | {theirs.get((batch, adapters), '')} |")
+            cells += [steps_ms.get((batch, adapters), "") for steps_ms in others]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -151,18 +166,22 @@ def serve_lines(peer: dict[str, Any], *names: str) -> list[str]:
     """A burst of requests, over few and many adapters, of one rank and of several."""
     results = [measured(name) for name in names]
     theirs = {(row["adapters"], *row["ranks"]): row["requests_per_s"] for row in peer["serve"]}
+    peft = peft_rows(*results)
+    peft_speeds = {(row["registered"], *row["ranks"]): f"{row['requests_per_s']:.1f}" for row in peft}
+    titles = ["requests/s", "floor", peer["engine"], *peft_names(peft)]
+    titles += ["tokens/s", "no step on the GPU", "loads", "waited for its adapter, p99"]
     lines = [
-        "| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way | requests/s | floor "
-        f"| {peer['engine']} | tokens/s | no step on the GPU | loads | waited for its adapter, p99 |",
-        f"| --- |{' ---: |' * 7}",
+        f"| Llama-7B, 1,000 requests at once, 8 to 512 tokens each way | {' | '.join(titles)} |",
+        f"| --- |{' ---: |' * len(titles)}",
     ]
     for result in results:
-        for place, row in enumerate(result["rows"]):
-            ranks, his = ", ".join(map(str, row["ranks"])), theirs.get((row["registered"], *row["ranks"]))
+        for place, row in enumerate(own_rows(result)):
+            ranks, case = ", ".join(map(str, row["ranks"])), (row["registered"], *row["ranks"])
             first = "" if place else ", the first run after the start"
-            speed = f"{row['requests_per_s']:.1f} | {row['floor_requests_per_s']:.1f} | {his or ''}"
+            speed = [f"{row['requests_per_s']:.1f}", f"{row['floor_requests_per_s']:.1f}", str(theirs.get(case, ""))]
+            speed += [peft_speeds.get(case, "")] if peft else []
             lines.append(
-                f"| {row['registered']:,} adapters of rank {ranks}{first} | {speed} "
+                f"| {row['registered']:,} adapters of rank {ranks}{first} | {' | '.join(speed)} "
                 f"| {row['output_tokens_per_s']:,.0f} | {row['idle_fraction']:.1%} "
                 f"| {row['loads']:,} | {row['waiting_steps_p99']:.0f} step(s) |"
             )

@@ -39,7 +39,7 @@ CUPY = frozenset("cupy cupyx cupy_backends".split())
 ORACLE = frozenset("torch transformers peft".split())
 OPTIONAL = CUPY | ORACLE | frozenset("matplotlib jinja2 mpi4py jaxtyping beartype hypothesis pytest".split())
 MAY_NEED_CUPY = ("slora_ref.ops.cuda", "slora_ref.tp.", "slora_ref.bench.kernels.")
-MAY_NEED_ORACLE = ("slora_ref.toy.",)
+MAY_NEED_ORACLE = ("slora_ref.toy.", "slora_ref.bench.peft_baseline.m")  # of the latter measure and model
 
 
 def module_name(path: Path) -> str:

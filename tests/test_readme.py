@@ -30,6 +30,29 @@ def test_a_stale_number_is_seen() -> None:
     assert readme.masked("12 of 256 right") != readme.masked("13 of 256 right")
 
 
+def test_peft_has_a_column_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the engine's rows of the same run, of which none is lost or taken for PEFT's."""
+    results = {name: readme.measured(name) for name in ("DECODE-H200", "SERVE-H200", "SERVE-RANKS-H200", "VLLM-H200")}
+    monkeypatch.setattr(readme, "measured", results.__getitem__)
+    peer = results["VLLM-H200"]
+
+    def tables() -> tuple[list[str], list[str]]:
+        return readme.decode_lines(results["DECODE-H200"], peer), readme.serve_lines(peer, "SERVE-H200")
+
+    for name in results.keys() - {"VLLM-H200"}:
+        results[name] = {**results[name], "rows": readme.own_rows(results[name])}
+    without = tables()
+    theirs = {"system": "peft", "versions": {"peft": "9.8.7"}, "mode": "eager"}
+    results["DECODE-H200"]["rows"].append({**theirs, "batch": 64, "adapters": 64, "step_ms": 174.25})
+    results["SERVE-H200"]["rows"].append({**theirs, "registered": 2000, "ranks": [8], "requests_per_s": 1.64})
+    expected = (("64 adapters", "174.2"), ("2,000 adapters", "1.6"))
+    for before, after, (who, number) in zip(without, tables(), expected, strict=True):
+        assert len(before) == len(after) and "PEFT 9.8.7" in after[0] and "PEFT" not in "".join(before)
+        [row] = [line for line in after if f"| {number} |" in line]
+        assert who in row and row.replace(f" {number} |", "", 1) in before
+        assert {line.count("|") for line in after if line.startswith("|")} == {before[0].count("|") + 1}
+
+
 def test_every_path_and_link_exists() -> None:
     paths = set(re.findall(r"`((?:slora_ref|tests|tutorials|kernels_cu)/[\w./-]*)`", TEXT))
     links = {link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link}

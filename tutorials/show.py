@@ -62,6 +62,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
 def measured(name: str) -> dict[str, Any]:
     """A committed result in slora_ref/bench/results; says what was run, on what, and when."""
     result: dict[str, Any] = json.loads((ROOT / f"slora_ref/bench/results/{name}.json").read_text(encoding="utf-8"))
+    if "rows" in result:
+        result["rows"] = [row for row in result["rows"] if row.get("system") != "peft"]  # the engine's alone
     machine = result["machine"]
     host = f"{machine['cores']} cores of {machine['cpu']}"
     where = f"{machine['gpu']}, CuPy {machine['cupy']}" if machine["gpu"] else host

@@ -46,6 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     decode.add_argument("--shards", type=int, default=defaults.shards, help=f"GPUs of this host {default}")
     decode.add_argument("--overlap-lora", action="store_true", help="on several GPUs: LoRA's messages beside products")
     decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
+    decode.add_argument("--peft", action="store_true", help="transformers and PEFT too, if they are installed")
     decode.add_argument("--mode", type=words, default=defaults.modes, metavar="LIST", help="graph, eager or both")
 
 
@@ -83,6 +84,7 @@ def _decode(args: argparse.Namespace) -> Measure:
         dtype=args.dtype,
         shards=args.shards,
         overlap_lora=args.overlap_lora,
+        peft=args.peft,
         modes=args.mode,
     )
     return partial(bench_decode, options=options)

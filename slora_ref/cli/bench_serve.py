@@ -23,6 +23,7 @@ Say = Callable[[str], None]
 Rows = list[dict[str, Any]]
 Measure = Callable[[Say], Rows]
 AddBench = Callable[..., argparse.ArgumentParser]
+PEFT_S = 60.0
 
 
 def add_serving(benches: Subparsers, add: AddBench) -> None:
@@ -31,8 +32,16 @@ def add_serving(benches: Subparsers, add: AddBench) -> None:
     load = add(benches, "load", "loads of adapters by eviction policy, against the link", prepare_load, on_gpu=False)
     for parser in (serve, load):
         _add_options(parser)
-    load.set_defaults(popularity="zipf")
+    load.set_defaults(popularity="zipf", peft=None)
     serve.set_defaults(eviction=EVICTIONS[:1])
+    serve.add_argument(
+        "--peft",
+        type=float,
+        nargs="?",
+        const=PEFT_S,
+        metavar="SECONDS",
+        help=f"serve with transformers and PEFT too, for {PEFT_S:g} or so many seconds of each row's traffic",
+    )
     serve.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what the pool held in the last run")
 
 
@@ -68,7 +77,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         ConfigError: they cannot be measured.
     """
     taken = """model device dtype requests rate popularity distinct own_copies host_gb lengths eviction prefetch
-    max_running max_batched_tokens join_every shards seed""".split()
+    max_running max_batched_tokens join_every shards peft seed""".split()
     given: dict[str, Any] = {name: getattr(args, name) for name in taken}
     if args.registered is not None:
         given["registered"] = sum(args.registered, ())

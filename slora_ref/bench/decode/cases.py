@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from slora_ref.bench.peft_baseline.process import check_peft
 from slora_ref.config import ModelConfig
 from slora_ref.config.presets import parameters, preset
 from slora_ref.errors import ConfigError
@@ -30,6 +32,7 @@ class DecodeOptions:
         dtype: of weights, activations and pool.
         shards: GPUs that the model is split over.
         overlap_lora: see EngineConfig.
+        peft: whether transformers and PEFT decode the same batches, before the engine does.
         modes: "graph", as the engine decodes unless told otherwise, or "eager": see EngineConfig.enforce_eager.
     """
 
@@ -42,6 +45,7 @@ class DecodeOptions:
     dtype: str = "float16"
     shards: int = 1
     overlap_lora: bool = False
+    peft: bool = False
     modes: tuple[str, ...] = ("graph",)
 
     def __post_init__(self) -> None:
@@ -57,6 +61,8 @@ class DecodeOptions:
             raise ConfigError(f"mode is empty; give at least one of {', '.join(MODES)}")
         for mode in self.modes:
             check_choice(ConfigError, "mode", mode, MODES)
+        if self.peft:
+            check_peft(self.shards)
         for name in ("prompt", "output"):
             check_whole(ConfigError, name, getattr(self, name), 2, MOST)
         if min(self.adapters) > max(self.batches):
@@ -74,6 +80,19 @@ class DecodeOptions:
             for adapters in self.adapters
             if adapters <= batch
         ]
+
+    def describe(self, case: DecodeCase) -> dict[str, Any]:
+        """The fields of a row that say what was measured, whoever decodes."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "batch": case.batch,
+            "adapters": case.adapters,
+            "rank": list(case.kind.ranks) if len(case.kind.ranks) > 1 else case.kind.ranks[0],
+            "targets": list(case.kind.targets),
+            "context": case.context,
+            "shards": self.shards,
+        }
 
 
 @dataclass(frozen=True)

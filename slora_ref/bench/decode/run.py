@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_ref.bench.decode.cases import MODES, DecodeCase, DecodeOptions
+from slora_ref.bench.decode.peft_rows import peft_rows
 from slora_ref.bench.machine import matmul_tflops
 from slora_ref.config import EngineConfig
 from slora_ref.config.presets import preset
@@ -46,11 +47,13 @@ HEAD += f"{'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
 
 
 def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
-    """Every case of the options, in every mode.
+    """Every case of the options, in every mode; with PEFT its rows last, though it decodes first: see its package.
 
     Raises:
         ConfigError: there is no GPU, or the model does not fit, or a batch's requests are never all under way.
+        BaselineFailed: PEFT could not decode them.
     """
+    peft = peft_rows(say, options) if options.peft else []
     config, rows = preset(options.model), []
     with tempfile.TemporaryDirectory(prefix="slora_ref_bench_") as folder:
         sets = write_adapters(Path(folder), config, options.kind, DISTINCT, seed=0)
@@ -65,7 +68,7 @@ def bench_decode(say: Say, options: DecodeOptions) -> list[dict[str, Any]]:
                 say(line(rows[-1]))
             del engine
             gc.collect()  # its pool took all of the GPU's memory
-    return rows
+    return rows + peft
 
 
 def _open(options: DecodeOptions, mode: str) -> Engine:
@@ -114,14 +117,8 @@ def measure(
         )
     step, (gemm, lora, attention, communication, of_lora) = statistics.median(times), (parts[name] for name in PARTS)
     return {
-        "model": options.model,
-        "dtype": options.dtype,
-        "batch": case.batch,
-        "adapters": case.adapters,
-        "rank": list(case.kind.ranks) if len(case.kind.ranks) > 1 else case.kind.ranks[0],
-        "targets": list(case.kind.targets),
-        "context": case.context,
-        "shards": options.shards,
+        "system": "slora_ref",
+        **options.describe(case),
         "mode": mode,
         "step_ms": step,
         "floor_ms": case.floor_ms(tflops),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slora_ref.bench.peft_baseline.process import check_peft
 from slora_ref.checkpoint import float_dtype
 from slora_ref.config import EngineConfig, ModelConfig
 from slora_ref.config.presets import preset
@@ -40,6 +41,7 @@ class ServeOptions:
         max_running, max_batched_tokens: see EngineConfig; None: 128 and 2048, for the toy 16 and 256.
         join_every: see EngineConfig; beside decoding requests, prefill is the cheaper the more of it comes at once.
         shards: tensor-parallel workers.
+        peft: seconds for which transformers and PEFT serve the traffic of each run; None: they do not.
         seed: of lengths, popularity, arrivals and weights.
     """
 
@@ -61,6 +63,7 @@ class ServeOptions:
     max_batched_tokens: int | None = None
     join_every: int = 1
     shards: int = 1
+    peft: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +85,9 @@ class ServeOptions:
         if self.rate is not None:
             bounds = is_finite(self.rate) and 0.001 <= self.rate <= 1e6
             check_real(ConfigError, "rate", self.rate, bounds, "from 0.001 to 1,000,000 requests a second")
+        if self.peft is not None:
+            check_real(ConfigError, "peft", self.peft, is_finite(self.peft) and self.peft > 0, "above 0, in seconds")
+            check_peft(self.shards)
         check_real(ConfigError, "host_gb", self.host_gb, is_finite(self.host_gb) and self.host_gb > 0, "above 0")
         check_choice(ConfigError, "popularity", self.popularity, ("uniform", "zipf"))
         for policy in self.eviction:

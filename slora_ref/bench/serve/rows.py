@@ -8,6 +8,7 @@ from typing import Any
 from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.bench.machine import link_gb_s, matmul_tflops
 from slora_ref.bench.serve.options import ServeOptions
+from slora_ref.bench.serve.peft_rows import peft_rows
 from slora_ref.bench.serve.session import Run, open_session
 from slora_ref.metrics import percentile
 
@@ -24,9 +25,15 @@ def bench_serve(
     `loss_by_bytes` is what the adapters' own bytes explain: the share of throughput that is lost against the first row
     if its steps take as much longer as the device needs to read the adapters that this row read more.
 
+    PEFT's rows come last, though it serves first: see its package. Their floor is that of the same traffic.
+
     Args:
         after_run: takes each run, for a picture.
+
+    Raises:
+        BaselineFailed: PEFT could not serve it.
     """
+    peft = [] if options.peft is None else peft_rows(say, options, options.peft)
     on_gpu = options.device == "cuda"
     tflops, link = matmul_tflops() if on_gpu else None, link_gb_s(on_gpu)
     rows: list[dict[str, Any]] = []
@@ -39,7 +46,8 @@ def bench_serve(
             after_run(run)
             rows.append(_serve_row(options, run, first, link))
             say(_serve_line(rows[-1]))
-    return rows
+    floors = {row["registered"]: row["floor_requests_per_s"] for row in rows}
+    return rows + [row | {"floor_requests_per_s": floors[row["registered"]]} for row in peft]
 
 
 def bench_load(say: Say, options: ServeOptions) -> list[dict[str, Any]]:
@@ -98,6 +106,7 @@ def _serve_row(options: ServeOptions, run: Run, first: Run, link: float) -> dict
     extra_s = (run.meter.adapter_bytes - first.meter.adapter_bytes) / BYTES_PER_S
     on_gpu = options.device == "cuda"
     return _common(options, run, options.eviction[0], link) | {
+        "system": "slora_ref",
         "adapters": len({one.adapter for one in run.completions}),
         "distinct": options.distinct,
         "own_copies": options.own_copies,
