@@ -22,7 +22,7 @@ decode() { # name, model, further options...
     local name=decode-$1 model=$2
     shift 2
     step "$name" 100 "$python" -m slora_ref bench decode --model "$model" --batch 64 --adapters 0,64 --ranks 16 \
-        --prompt 128 --output 64 --json "$@"
+        --prompt 128 --output 128 --json "$@"
     tail -n 1 "$logs/$name.log" >"$logs/$name.json"
 }
 
