@@ -89,13 +89,32 @@ def peers_table() -> str:
     return "\n".join([*lines, "", measured_by(result)])
 
 
+def headline() -> str:
+    """What the measurements on a GPU come to, for a reader who has a minute."""
+    decode, serve, peer = measured("DECODE-H200"), measured("SERVE-H200"), measured("VLLM-H200")
+    steps = [row for row in own_rows(decode) if (row["batch"], row["mode"]) == (128, "graph")]
+    step = {row["adapters"]: row["step_ms"] for row in steps}
+    rate = {row["registered"]: row["requests_per_s"] for row in own_rows(serve)}  # of two runs the last, which is warm
+    theirs = {row["adapters"]: row["step_ms"] for row in peer["decode"] if row["batch"] == 128}
+    served = next(row["requests_per_s"] for row in peer["serve"] if (row["adapters"], row["ranks"]) == (200, [8]))
+    return "\n".join(
+        [
+            f"**Measured** with Llama-7B on one {decode['machine']['gpu']}: {serve['rows'][0]['requests']:,} requests "
+            f"over 200 adapters at {rate[200]:.1f} requests/s",
+            f"({peer['engine']}: {served:.1f}), over {2000:,} at {rate[2000]:.1f}. A decode step of 128 requests takes "
+            f"{step[0]:.1f} ms without adapters and {step[128]:.1f} ms with",
+            f"128 different ones (vLLM: {theirs[0]:.1f} and {theirs[128]:.1f}). [All tables](#measured)",
+        ]
+    )
+
+
 def gpu_tables() -> str:
-    """The committed measurements on a GPU: a decode step, a burst of requests over few and over many adapters."""
+    """The committed measurements on a GPU: a decode step, a burst of requests over few and many adapters, kernels."""
     decode, peer = measured("DECODE-H200"), measured("VLLM-H200")
-    lines = [*decode_lines(decode, peer), ""]
-    lines += [f"{measured_by(decode)} ({peer['engine']}: {peer['how'].split(':')[0]})", ""]
-    lines += serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200")
-    return "\n".join([*lines, "", *load_lines("SERVE-FEW-MANY-H200", "SERVE-10000-H200"), "", *start_lines()])
+    lines = [*decode_lines(decode, peer), "", measured_by(decode), ""]
+    lines += [*serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200"), ""]
+    lines += [*load_lines("SERVE-FEW-MANY-H200", "SERVE-10000-H200"), ""]
+    return "\n".join([*lines, *start_lines(), "", *kernel_lines()])
 
 
 def load_lines(*names: str) -> list[str]:
@@ -124,7 +143,43 @@ def start_lines() -> list[str]:
     for row in result["rows"]:
         cells = [f"{row['first_ready_s']:.1f}", *(f"{row['start_s'][part]:.1f}" for part in parts)]
         lines.append(f"| kernels {'kept' if row['kernels_cached'] else 'compiled'} | {' | '.join(cells)} |")
-    return [*lines, "", measured_by(result | {"command": f".venv/bin/{result['command']}"})]
+    runs = (measured_by(result | {"command": row["command"]}) for row in result["rows"])
+    return [*lines, "", "\n\n".join(runs)]
+
+
+SHOWN_LORA = (("distinct", 64, 8), ("distinct", 64, 64), ("zipf", 256, 64), ("prefill", 4096, 16))
+SHOWN_ATTENTION = (("attention_decode", 64, 512), ("attention_decode", 64, 2048), ("attention_prefill", 16, 512))
+LIBRARIES = {"cublas_batched_padded": "padded cuBLAS", "cublas_grouped": "grouped cuBLAS", "torch_sdpa": "torch SDPA"}
+
+
+def kernel_lines() -> list[str]:
+    """The operations that read pages, beside libraries on contiguous arrays; a case's first row is Llama-7B's."""
+    result = measured("KERNELS-H200")
+    lora: dict[Any, Any] = {}
+    attention: dict[Any, Any] = {}
+    for row in result["rows"]:
+        if row["operation"] == "lora":
+            lora.setdefault((row["case"], row["rows"], row["rank"]), row)
+        elif row["operation"] == "attention":
+            attention.setdefault((row["case"], row["batch"], row["context"]), row)
+    lines = [
+        "| an operation on pages, float16, in us | time | floor | libraries, on contiguous copies |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    for case, rows, rank in SHOWN_LORA:
+        row = lora[case, rows, rank]
+        name = f"xAB of one projection, {case}: {rows:,} rows, {row['adapters']} adapters of rank {rank}"
+        lines.append(kernel_line(name, row))
+    for case, batch, context in SHOWN_ATTENTION:
+        name = f"{case.removeprefix('attention_')} attention: {batch} sequences of {context:,} tokens"
+        lines.append(kernel_line(name, attention[case, batch, context]))
+    return [*lines, "", measured_by(result)]
+
+
+def kernel_line(name: str, row: dict[str, Any]) -> str:
+    """A row of the table of kernels."""
+    theirs = ", ".join(f"{LIBRARIES[key]} {us:.1f}" for key, us in row["baselines"].items() if us is not None)
+    return f"| {name} | {row['us']:.1f} | {row['floor_us']:.1f} | {theirs} |"
 
 
 def own_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -210,6 +265,7 @@ def task_list() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "demo": demo_output,
     "host": host_table,
     "peers": peers_table,

@@ -69,7 +69,7 @@ def test_the_table_names_every_module() -> None:
 
 def test_the_first_screen_has_what_a_visitor_needs() -> None:
     first = "\n".join(TEXT.splitlines()[:60])
-    for needed in ("pool.svg", "make demo", "answers checked", "make test", "| paper |", "1,000 pages", "one step"):
+    for needed in ("pool.svg", "make demo", "answers checked", "make test", "| paper |", "requests/s", "ms with"):
         assert needed in first
 
 
@@ -84,4 +84,5 @@ def test_the_commands_are_those_there_are() -> None:
     assert len(commands) == 5
     for command in commands:
         parser().parse_args(command.split())
-    assert not re.search(r"(?<!bin/)slora-ref (?!bench)\w", TEXT)  # it is on no one's PATH
+    typed = re.sub(r"^\(`.*`.*\)$", "", TEXT, flags=re.MULTILINE)  # without what was typed where it was measured
+    assert not re.search(r"(?<!bin/)slora-ref (?!bench)\w", typed)  # it is on no one's PATH
