@@ -15,6 +15,7 @@ from slora_ref.ops import KernelOps
 from slora_ref.ops.device_tables import DeviceTables
 from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.pager import PagePool, PageStorage
+from slora_ref.prefetch import failure_of
 from slora_ref.shapes import Array, Float
 from slora_ref.store import AdapterStore
 
@@ -65,18 +66,18 @@ class DeviceLoader:
     def start(self, adapter_id: int) -> None:
         """Starts the launch, and the copy of the adapter's entries in the tables."""
         self._writer.make_room(self._pool.adapter_slot(adapter_id))  # with shards, all must, whatever comes of it
-        try:
-            self.copy(adapter_id, self._store.image(adapter_id))
-        except LoadFailed as error:
-            self._failed.append((adapter_id, error))
+        failure = failure_of(adapter_id, lambda: self.copy(adapter_id, self._store.image(adapter_id)))
+        if failure is not None:
+            self._failed.append((adapter_id, failure))
 
     def copy(self, adapter_id: int, image: Float[Array, "layers pages width"]) -> None:
         """Starts the copy of an image that is in host memory."""
         slot = self._pool.adapter_slot(adapter_id)
         self._writer.make_room(slot)
-        self._under_way[adapter_id] = self._writer.start(slot, image)
+        ticket, staged = self._writer.start(slot, image)
         if self._at_once:
-            self._under_way[adapter_id][0].wait()
+            ticket.wait()  # if this is interrupted, the load is none: it was raised here, and is not told of again
+        self._under_way[adapter_id] = ticket, staged
 
     def completed(self) -> list[tuple[int, LoadFailed | None]]:
         """The loads whose events have passed since the last call, and those that failed."""

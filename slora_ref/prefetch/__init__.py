@@ -2,7 +2,16 @@
 
 from slora_ref.prefetch.counts import PrefetchCounts
 from slora_ref.prefetch.eviction import EVICTIONS, Eviction
-from slora_ref.prefetch.loader import ImmediateLoader, Loader, ThreadLoader
+from slora_ref.prefetch.loader import ImmediateLoader, Loader, ThreadLoader, failure_of
 from slora_ref.prefetch.prefetcher import Prefetcher
 
-__all__ = ["EVICTIONS", "Eviction", "ImmediateLoader", "Loader", "PrefetchCounts", "Prefetcher", "ThreadLoader"]
+__all__ = [
+    "EVICTIONS",
+    "Eviction",
+    "ImmediateLoader",
+    "Loader",
+    "PrefetchCounts",
+    "Prefetcher",
+    "ThreadLoader",
+    "failure_of",
+]

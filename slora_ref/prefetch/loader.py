@@ -51,7 +51,7 @@ class ImmediateLoader:
     def start(self, adapter_id: int) -> None:
         """Takes the image, which may read the folder, and scatters it."""
         started = time.perf_counter()
-        failure = _try(adapter_id, lambda: self._pool.write_adapter(adapter_id, self._store.image(adapter_id)))
+        failure = failure_of(adapter_id, lambda: self._pool.write_adapter(adapter_id, self._store.image(adapter_id)))
         self.seconds += time.perf_counter() - started
         self._completed.append((adapter_id, failure))
 
@@ -106,12 +106,12 @@ class ThreadLoader:
 
 def _timed(adapter_id: int, load: Callable[[], None]) -> tuple[LoadFailed | None, float]:
     started = time.perf_counter()
-    failure = _try(adapter_id, load)
+    failure = failure_of(adapter_id, load)
     return failure, time.perf_counter() - started
 
 
-def _try(adapter_id: int, load: Callable[[], None]) -> LoadFailed | None:
-    """Runs one load; whatever one adapter's data breaks is the end of its requests alone."""
+def failure_of(adapter_id: int, load: Callable[[], None]) -> LoadFailed | None:
+    """Runs one load and says what went wrong: whatever one adapter's data breaks is the end of its requests alone."""
     try:
         load()
     except LoadFailed as failure:
