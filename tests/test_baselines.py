@@ -153,6 +153,23 @@ def test_switching_back_and_forth_does_not_drift(on: str) -> None:
         assert all((kept[name] == now[name]).all() for name in kept)
 
 
+def test_a_merge_that_fails_halfway_is_taken_out_before_the_next_step() -> None:
+    """Half an adapter must not be taken for the base model."""
+    engine = merging("cpu")
+    engine.add_adapter("x", FOLDERS["x"])
+    merge, merged = engine.executor._adapter, []
+
+    def fail_at_the_fifth(*place: int) -> Any:
+        merged.append(place)
+        if len(merged) == 5:
+            raise MemoryError("as planned")
+        return merge(*place)
+
+    engine.executor._adapter = fail_at_the_fifth
+    assert "as planned" in engine.generate([PROMPTS[0]], PARAMS, "x")[0].error
+    assert_right(engine.generate([PROMPTS[0]], PARAMS)[0], None, PARAMS)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_weights_are_the_model_with_the_adapter(name: str) -> None:
     model = ModelConfig.from_folder(model_folder())
@@ -237,7 +254,8 @@ def test_split_pools_admit_fewer_than_one_pool_of_their_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "share", "message"), [({"pool_pages": None}, 0.5, "give it"), ({}, 0.001, "largest adapter")]
+    ("options", "share", "message"),
+    [({"pool_pages": None}, 0.5, "give it"), ({}, 0.001, "largest adapter"), ({}, 1.5, "leave 0 of 4000")],
 )
 def test_what_cannot_be_split_is_refused(options: dict[str, None], share: float, message: str) -> None:
     base, config = open_base("cpu")

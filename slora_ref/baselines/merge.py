@@ -39,7 +39,7 @@ class MergingExecutor:
     def __init__(self, inner: ModelExecutor | KernelExecutor, pool: PagePool) -> None:
         self.inner, self.pool = inner, pool
         self.merges = 0
-        self._merged = BASE_MODEL
+        self._merged: int | None = BASE_MODEL  # None: not all of an adapter
         self._pristine: dict[tuple[int, str], Array] = {}  # by layer and name, of matrices that were ever changed
 
     def start(self, batch: Batch, sampling: Sampling) -> StartedStep:
@@ -48,6 +48,7 @@ class MergingExecutor:
         adapter = BASE_MODEL if slot < 0 else self.pool.adapter_in(slot)
         if adapter != self._merged:
             self.restore()
+            self._merged = None
             if slot >= 0:
                 self._merge(slot)
             self._merged = adapter
@@ -57,7 +58,7 @@ class MergingExecutor:
 
     def restore(self) -> None:
         """Takes the adapter out: the weights are what they were, to the last bit."""
-        layers = self.inner.model.weights.layers
+        self._merged, layers = None, self.inner.model.weights.layers
         for (layer, name), pristine in self._pristine.items():
             _bits(getattr(layers[layer], name))[...] = _bits(pristine)
         self._merged = BASE_MODEL

@@ -88,7 +88,8 @@ def split_pools(base: Base, config: EngineConfig, adapters: Mapping[str, Path], 
         share: of the pool that adapters get, rounded down to whole slots.
 
     Raises:
-        ConfigError: `pool_pages` is not given, or the share has no room for the largest adapter.
+        ConfigError: `pool_pages` is not given, or the share has no room for the largest adapter or leaves none for two
+            tokens.
     """
     if config.pool_pages is None:
         raise ConfigError("split pools divide pool_pages; give it")
@@ -99,6 +100,12 @@ def split_pools(base: Base, config: EngineConfig, adapters: Mapping[str, Path], 
         raise ConfigError(
             f"{share:.0%} of {config.pool_pages} pages have no room for the largest adapter, {max(sizes)} pages: "
             "raise the share or pool_pages"
+        )
+    rest = config.pool_pages - slots * max(sizes)
+    if rest < layout.token_pages(2):
+        raise ConfigError(
+            f"{share:.0%} for adapters leave {max(0, rest)} of {config.pool_pages} pages, and two tokens take "
+            f"{layout.token_pages(2)}: lower the share"
         )
     config = replace(config, max_adapters=slots)
 
