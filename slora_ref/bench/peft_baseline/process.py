@@ -95,7 +95,8 @@ def check_peft(shards: int) -> None:
     """Raises ConfigError where the baseline cannot run: a package is missing, or there are several shards."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"peft needs {', '.join(missing)}: pip install 'slora_ref[oracle]', or leave --peft out")
+        names = ", ".join(missing)
+        raise ConfigError(f"the PEFT baseline needs {names}: pip install 'slora_ref[oracle]', or leave --peft out")
     if shards > 1:
         raise ConfigError(f"shards is {shards}; the PEFT baseline runs on one device: leave --peft out")
 
