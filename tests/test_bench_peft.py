@@ -19,7 +19,7 @@ from slora_ref.bench.serve import ServeOptions, bench_serve
 from slora_ref.bench.serve.traffic import draw_traffic
 from slora_ref.cli.main import main
 from slora_ref.config.presets import PRESETS
-from slora_ref.errors import ConfigError
+from slora_ref.errors import ConfigError, how_to_install
 from slora_ref.synthetic import AdapterKind
 
 SPEC = PeftModelSpec(config=CONFIG, kind=AdapterKind((4, 2)), adapters=5, device="cpu", dtype="float32")
@@ -44,7 +44,7 @@ def test_without_the_packages_it_is_refused_with_the_remedy(
     only(monkeypatch, "torch")
     assert main(argv) == 2
     message = capsys.readouterr().err
-    assert "needs transformers, peft:" in message and "slora_ref[oracle]" in message
+    assert "needs transformers, peft:" in message and how_to_install("oracle") in message
 
 
 def test_what_it_cannot_measure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

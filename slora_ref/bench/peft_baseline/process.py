@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from slora_ref.config import ModelConfig
-from slora_ref.errors import ConfigError, SloraError
+from slora_ref.errors import ConfigError, SloraError, how_to_install
 from slora_ref.synthetic import AdapterKind
 from slora_ref.workload import Arrival
 
@@ -96,7 +96,7 @@ def check_peft(shards: int) -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        raise ConfigError(f"the PEFT baseline needs {names}: pip install 'slora_ref[oracle]', or leave --peft out")
+        raise ConfigError(f"the PEFT baseline needs {names}: {how_to_install('oracle')}, or leave --peft out")
     if shards > 1:
         raise ConfigError(f"shards is {shards}; the PEFT baseline runs on one device: leave --peft out")
 
