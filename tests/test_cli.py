@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tiny import tiny_config, write_adapter_folder, write_model_folder
 
+from slora_ref.bench.serve.rows import SERVE_HEAD
 from slora_ref.cli import main
 from slora_ref.toy import ADAPTERS_FOLDER, MODEL_FOLDER, TASKS
 
@@ -262,6 +263,18 @@ def test_help_has_no_empty_defaults(capsys: pytest.CaptureFixture[str], command:
     assert "default: None" not in out
     assert "default: False" not in out
     assert ("default: 2000" in out) == (command == "demo")
+
+
+def test_help_says_what_lists_are_by_default_and_what_columns_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    """As text of one line: argparse breaks lines where the terminal ends."""
+    decode, serve, demo = (
+        " ".join(outcome(capsys, f"{command} --help")[1].split()) for command in ("bench decode", "bench serve", "demo")
+    )
+    for needed in ("(default: 64,128)", "(default: 0,1,8,32,64,128)", "(default: q_proj,k_proj,v_proj,o_proj)"):
+        assert needed in decode
+    for column in ("of first", "by bytes", "waits p99", "hits"):
+        assert column in SERVE_HEAD and f"{column}: " in serve
+    assert "(default: 8)" in serve and "llama-7b, llama-13b, llama-30b (random" in demo
 
 
 # --- a GPU that is not there ---

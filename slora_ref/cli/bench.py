@@ -13,9 +13,9 @@ from typing import Any
 from slora_ref.bench import bench_host, copy_gb_s, machine_facts
 from slora_ref.bench.decode.cases import DecodeOptions
 from slora_ref.bench.decode.run import bench_decode
-from slora_ref.cli.bench_serve import add_serving
+from slora_ref.cli.bench_serve import add_kind, add_serving
 from slora_ref.cli.output import Screen, Subparsers, print_json
-from slora_ref.cli.values import numbers, words
+from slora_ref.cli.values import by_default, numbers, words
 from slora_ref.config.presets import PRESETS
 from slora_ref.engine.devices import check_cuda
 from slora_ref.synthetic import AdapterKind
@@ -35,19 +35,19 @@ def add_parser(commands: Subparsers) -> None:
     decode = _add(benches, "decode", "a decode step of a large model, part by part, needs a GPU", _decode)
     defaults, default = DecodeOptions(), "(default: %(default)s)"
     decode.add_argument("--model", choices=list(PRESETS), default=defaults.model, help=f"shape {default}")
-    decode.add_argument("--batch", type=numbers, default=defaults.batches, metavar="LIST", help="requests at a time")
-    decode.add_argument(
-        "--adapters", type=numbers, default=defaults.adapters, metavar="LIST", help="distinct ones in a batch"
-    )
-    decode.add_argument("--ranks", type=numbers, default=defaults.kind.ranks, metavar="LIST", help="given out in turn")
-    decode.add_argument("--targets", type=words, default=defaults.kind.targets, metavar="LIST", help="such as q_proj")
+    batch = f"requests at a time {by_default(defaults.batches)}"
+    decode.add_argument("--batch", type=numbers, default=defaults.batches, metavar="LIST", help=batch)
+    distinct = f"distinct ones in a batch {by_default(defaults.adapters)}"
+    decode.add_argument("--adapters", type=numbers, default=defaults.adapters, metavar="LIST", help=distinct)
+    add_kind(decode.add_argument, defaults.kind)
     decode.add_argument("--prompt", type=int, default=defaults.prompt, help=f"tokens of each prompt {default}")
     decode.add_argument("--output", type=int, default=defaults.output, help=f"tokens of each answer {default}")
     decode.add_argument("--shards", type=int, default=defaults.shards, help=f"GPUs of this host {default}")
     decode.add_argument("--overlap-lora", action="store_true", help="on several GPUs: LoRA's messages beside products")
     decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
     decode.add_argument("--peft", action="store_true", help="transformers and PEFT too, if they are installed")
-    decode.add_argument("--mode", type=words, default=defaults.modes, metavar="LIST", help="graph, eager or both")
+    modes = f"graph, eager or both {by_default(defaults.modes)}"
+    decode.add_argument("--mode", type=words, default=defaults.modes, metavar="LIST", help=modes)
 
 
 def _add(

@@ -12,7 +12,7 @@ from slora_ref.bench.occupancy import check_plot, plot_occupancy
 from slora_ref.bench.serve import ServeOptions, bench_load, bench_serve
 from slora_ref.bench.serve.session import Run
 from slora_ref.cli.output import Subparsers
-from slora_ref.cli.values import numbers, words
+from slora_ref.cli.values import by_default, numbers, words
 from slora_ref.config.presets import PRESETS
 from slora_ref.errors import ConfigError
 from slora_ref.prefetch import EVICTIONS
@@ -23,6 +23,11 @@ Say = Callable[[str], None]
 Rows = list[dict[str, Any]]
 Measure = Callable[[Say], Rows]
 AddBench = Callable[..., argparse.ArgumentParser]
+COLUMNS = """waits p99: steps in which there was room for a request, but its adapter was not there yet (99 of 100
+requests waited no longer); hits: requests that found their adapter in the pool."""
+SERVE_COLUMNS = f"""Columns: of first: throughput beside the first row's; by bytes: the same, if all that is lost were
+the time to read more adapters (on a GPU); {COLUMNS}"""
+LOAD_COLUMNS = f"Columns: hidden: share of the loads' time in which the engine did not stand still for them; {COLUMNS}"
 PEFT_S = 60.0
 
 
@@ -32,6 +37,7 @@ def add_serving(benches: Subparsers, add: AddBench) -> None:
     load = add(benches, "load", "loads of adapters by eviction policy, against the link", prepare_load, on_gpu=False)
     for parser in (serve, load):
         _add_options(parser)
+    serve.epilog, load.epilog = SERVE_COLUMNS, LOAD_COLUMNS
     load.set_defaults(popularity="zipf", peft=None)
     serve.set_defaults(eviction=EVICTIONS[:1])
     serve.add_argument(
@@ -55,19 +61,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=defaults.requests, help=f"in each run {default}")
     add("--rate", type=float, help="requests a second; without it, all come at once")
     add("--popularity", choices=["uniform", "zipf"], default=defaults.popularity, help=f"of the adapters {default}")
-    add("--ranks", type=numbers, default=defaults.kind.ranks, metavar="LIST", help="given out in turn")
-    add("--targets", type=words, default=defaults.kind.targets, metavar="LIST", help="such as q_proj")
+    add_kind(add, defaults.kind)
     add("--distinct", type=int, default=defaults.distinct, help=f"folders that the names share {default}")
     add("--own-copies", action="store_true", help="one entry in host memory for each name, not for each folder")
     add("--host-gb", type=float, default=defaults.host_gb, help=f"host memory for adapters {default}")
-    add("--lengths", type=numbers, metavar="LOW,HIGH", help="tokens of prompts and of answers, HIGH left out")
-    add("--eviction", type=words, default=EVICTIONS, metavar="LIST", help="policies of idle adapters")
+    lengths = "tokens of prompts and answers, HIGH left out (default: 8,512, for the toy 8,64)"
+    add("--lengths", type=numbers, metavar="LOW,HIGH", help=lengths)
+    add("--eviction", type=words, default=EVICTIONS, metavar="LIST", help=f"of idle adapters: {', '.join(EVICTIONS)}")
     add("--prefetch", type=int, default=defaults.prefetch, help=f"adapters loaded ahead at once {default}")
     add("--max-running", type=int, help="requests in a step (default: 128, for the toy 16)")
     add("--max-batched-tokens", type=int, help="rows in a step (default: 2048, for the toy 256)")
     add("--join-every", type=int, default=defaults.join_every, help=f"steps until others may join {default}")
     add("--shards", type=int, default=defaults.shards, help=f"tensor-parallel workers {default}")
     add("--seed", type=int, default=defaults.seed, help=f"of everything that is drawn {default}")
+
+
+def add_kind(add: Callable[..., argparse.Action], kind: AdapterKind) -> None:
+    """Adds the options that say what synthetic adapters look like."""
+    add("--ranks", type=numbers, default=kind.ranks, metavar="LIST", help=f"of the adapters, in turn {by_default(kind.ranks)}")
+    add("--targets", type=words, default=kind.targets, metavar="LIST", help=f"of the adapters {by_default(kind.targets)}")
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:

@@ -10,6 +10,7 @@ from slora_ref.cli.output import Screen, Subparsers, print_json
 from slora_ref.cli.shards import add_shard_options, run_sharded
 from slora_ref.cli.values import numbers, words
 from slora_ref.config.engine import DTYPES
+from slora_ref.config.presets import PRESETS
 from slora_ref.demo import DemoOptions, run_demo
 from slora_ref.demo.scale import ScaleOptions, run_scale_demo
 from slora_ref.errors import ConfigError
@@ -45,7 +46,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the pool (needs the extra `plots`)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     large = parser.add_argument_group("a large model, usually on GPUs")
-    large.add_argument("--model", metavar="NAME", help="a shape (random weights; needs a GPU), or a checkpoint folder")
+    shapes = f"{', '.join(PRESETS)} (random weights; needs a GPU), or a checkpoint folder"
+    large.add_argument("--model", metavar="NAME", help=shapes)
     large.add_argument("--ranks", type=numbers, metavar="LIST", help="of the adapters, in turn (default: 8)")
     large.add_argument("--targets", type=words, metavar="LIST", help="default: q_proj,k_proj,v_proj,o_proj")
     large.add_argument("--distinct", type=int, help=f"weight sets that names share (default: {scale.distinct})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -16,3 +17,8 @@ def numbers(text: str) -> tuple[int, ...]:
 def words(text: str) -> tuple[str, ...]:
     """Words such as q_proj,v_proj."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def by_default(values: Iterable[object]) -> str:
+    """For a help text: the default of such an option, as it would be typed."""
+    return f"(default: {','.join(map(str, values))})"
