@@ -78,8 +78,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_kind(add: Callable[..., argparse.Action], kind: AdapterKind) -> None:
     """Adds the options that say what synthetic adapters look like."""
-    add("--ranks", type=numbers, default=kind.ranks, metavar="LIST", help=f"of the adapters, in turn {by_default(kind.ranks)}")
-    add("--targets", type=words, default=kind.targets, metavar="LIST", help=f"of the adapters {by_default(kind.targets)}")
+    ranks, targets = by_default(kind.ranks), by_default(kind.targets)
+    add("--ranks", type=numbers, default=kind.ranks, metavar="LIST", help=f"of the adapters, in turn {ranks}")
+    add("--targets", type=words, default=kind.targets, metavar="LIST", help=f"of the adapters {targets}")
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
