@@ -16,6 +16,8 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,12 +25,13 @@ import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
 
+from slora_ref.ops.boxes import Box
 from slora_ref.ops.host_kernels import HostKernels
 
 Work = Callable[[], None]
 BLOCK = 512  # bytes; memory is handed out in multiples of it
 MODULES = [f"slora_ref.{name}" for name in ("ops.cuda_ops ops.cuda_blas ops.cuda_kernels ops.cuda_graph").split()]
-MODULES += ["slora_ref.ops.cuda_memory", "slora_ref.ops.cuda_ticket", "slora_ref.tp.nccl"]
+MODULES += ["slora_ref.ops.cuda_memory", "slora_ref.ops.cuda_ticket", "slora_ref.ops.cuda_loads", "slora_ref.tp.nccl"]
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Gpu:
 
     def __init__(self, seed: int) -> None:
         self.random, self.streams, self.memory = random.Random(seed), [], []
+        self.boxes = 0  # that the copy engine was told to move
         self.free: dict[tuple[int, int], list[int]] = defaultdict(list)  # addresses, by stream and size
         self.default = Stream(self)
         self.current, self.stack = self.default, [self.default]  # as CuPy keeps them: `use` leaves the stack alone
@@ -74,6 +78,10 @@ class Gpu:
         copied = self.empty(source.shape, source.dtype)
         copied[...] = source
         return copied
+
+    def by_pointer(self, pointer: int) -> Stream:
+        """The stream that CuPy gives out as this number."""
+        return next(stream for stream in self.streams if stream.ptr == pointer)
 
     def work_until(self, done: Callable[[], bool]) -> None:
         """Goes on until that is so."""
@@ -223,6 +231,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int, kernels: HostKernels) ->
     package = importlib.import_module
     monkeypatch.setattr(package("slora_ref.ops.cuda_kernels"), "CudaKernels", lambda: _Kernels(gpu, kernels))
     monkeypatch.setattr(package("slora_ref.ops.cuda_ops"), "Cublas", lambda: _Cublas(gpu))
+    monkeypatch.setattr(package("slora_ref.ops.cuda_loads"), "_copies", partial(_copies, gpu))
     for name in MODULES:  # undone last: these were made with the GPU that is none
         loaded = package(name)
         monkeypatch.delitem(sys.modules, name)
@@ -242,6 +251,22 @@ class _Kernels:
         plain = {n: _by_address(a) if isinstance(a, DeviceArray) else a for n, a in launch.arguments.items()}
         work = replace(launch, arguments=plain)
         return lambda keep=launch: stream.put(lambda: self.kernels.run(work))
+
+
+def _copies(gpu: Gpu, all_boxes: list[Box], stream: int) -> Work:
+    """What the copy engine does, a box at a time."""
+
+    def move(box: Box) -> None:
+        for layer, row in product(range(box.layers), range(box.rows)):
+            at, start = ((layer * side.height + side.y + row) * side.pitch for side in (box.target, box.source))
+            ctypes.memmove(box.target.device + at, box.source.host + start, box.width)
+
+    def start() -> None:
+        gpu.boxes += len(all_boxes)
+        for box in all_boxes:
+            gpu.by_pointer(stream).put(partial(move, box))
+
+    return start
 
 
 class _Cublas:
@@ -276,11 +301,8 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
         gpu.current.synchronize()
         return np.array(array.view(np.ndarray))
 
-    def by_pointer(pointer: int) -> Stream:
-        return next(stream for stream in gpu.streams if stream.ptr == pointer)
-
     def move(to: int, source: int, nbytes: int, _: int, stream: int) -> None:
-        by_pointer(stream).put(lambda: ctypes.memmove(to, source, nbytes) and None)
+        gpu.by_pointer(stream).put(lambda: ctypes.memmove(to, source, nbytes) and None)
 
     class Group:
         def __init__(self, count: int, _: bytes, rank: int) -> None:
