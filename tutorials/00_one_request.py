@@ -113,7 +113,8 @@ work = arrange(step.work)
 batch = Batch.build(work, pool)
 for name in ("token_ids", "positions", "k_pages", "v_pages"):
     print(f"{name:10}", getattr(batch, name).tolist())
-for adapter, start, length in zip(*vars(batch.segments).values(), strict=True):
+segments = batch.segments
+for adapter, start, length in zip(segments.adapter, segments.start, segments.length, strict=True):
     print(f"segment: the adapter in slot {adapter} has {length} rows, from row {start} on")
 
 # %% [markdown]
