@@ -1,9 +1,13 @@
-"""DeviceLoader: what happens to a load that cannot be started, or is interrupted. On the host backend."""
+"""DeviceLoader: what happens to a load that cannot be started, or is interrupted; and the memory that it reads."""
 
 from __future__ import annotations
 
+import importlib
+import mmap
+
 import pytest
-from serving import assert_all_free, assert_right, new_engine, run_to_end
+from fake_gpu import install
+from serving import assert_all_free, assert_right, host_kernels, new_engine, run_to_end
 
 from slora_ref import FinishReason, SamplingParams
 from slora_ref.errors import KernelError
@@ -40,3 +44,18 @@ def test_an_interrupt_while_a_load_is_awaited_leaves_no_load_behind(monkeypatch:
     engine.check()
     assert_right(engine.generate([PROMPT], PARAMS, "x")[0], "x", PARAMS)
     assert_all_free(engine)
+
+
+class WithoutLargePages(mmap.mmap):
+    """As on a system that has none: the advice is refused."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+
+def test_pinned_memory_needs_no_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 0, host_kernels())
+    memory = importlib.import_module("slora_ref.ops.cuda_memory")
+    monkeypatch.setattr("mmap.mmap", WithoutLargePages)
+    pinned = memory.pinned_bytes(1 << 16)
+    assert pinned.nbytes == 1 << 16 and not pinned.any()

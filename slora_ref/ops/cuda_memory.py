@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -52,7 +53,8 @@ def pinned_bytes(nbytes: int) -> Array:
     """
     try:
         memory = mmap.mmap(-1, nbytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         pinned = np.frombuffer(memory, np.uint8)
         _touch(pinned)
         cupy.cuda.runtime.hostRegister(pinned.ctypes.data, nbytes, PORTABLE_AND_MAPPED)
