@@ -42,6 +42,10 @@ class PageAllocator:
         """Pages that somebody owns."""
         return self.num_pages - self.free_pages
 
+    def given(self, far: bool = False) -> int:
+        """Pages that one end has given out and not got back."""
+        return self._low if far else self.num_pages - self._high
+
     def is_free(self, pages: Int[Array, " pages"]) -> Bool[Array, " pages"]:
         """[pages] whether nobody owns the page."""
         free: Bool[Array, " pages"] = self._is_free[pages]
@@ -78,7 +82,7 @@ class PageAllocator:
                 nothing was freed.
         """
         self._check_owned(pages)
-        count, given = len(pages), self._low if far else self.num_pages - self._high
+        count, given = len(pages), self.given(far)
         if count > given:
             raise PageError(f"{count} pages freed at the {'far' if far else 'near'} end, which has given {given}")
         self._is_free[pages] = True

@@ -378,6 +378,7 @@ DAMAGE: dict[str, Callable[[PagePool], object]] = {
     "an adapter slot in use is free": lambda pool: pool._free_adapter_slots.append(0),
     "an adapter has a slot but no pages": lambda pool: pool._adapter_pages.pop(0),
     "a page leaked": lambda pool: pool.allocator.allocate(1),
+    "a page went back at the other end": lambda pool: pool.allocator.free(pool.allocator.allocate(1, far=True)),
     "a page in use is free": lambda pool: pool.allocator.free(pool.sequence_pages[0, 0, :1]),
     "the free list is damaged": lambda pool: pool.allocator._ids.__setitem__(20, pool.allocator._ids[21]),
     "a free page was written": lambda pool: pool.storage.__setitem__((1, _free_page(pool), -1), 0),

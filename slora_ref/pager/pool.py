@@ -208,5 +208,7 @@ class PagePool(PageStorage):
         )
         assert sum(map(len, sequences)) == self._kv_pages, "the count of key and value pages drifted"
         check_owners(self.allocator, [*sequences, *adapters])
+        ends = self.allocator.given(), self.allocator.given(far=True)
+        assert ends == (self._kv_pages, sum(map(len, adapters))), f"pages went back at the other end: {ends}"
         if self.poison:
             check_poison(self.allocator, self.storage)
