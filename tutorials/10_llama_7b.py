@@ -177,7 +177,8 @@ print(f"adapters cost most with {worst['adapters']} of them, {each} requests eac
 
 # %% [markdown]
 # The bytes say: the more adapters, the dearer. Where the measurement says otherwise, it is the kernels' doing: a tile
-# of sixteen rows with two rows in it is mostly empty (chapter 4). To show such things is what a floor is for.
+# of sixteen rows with two rows in it is mostly empty. To show such things is what a floor is for: since this was
+# measured, steps of few rows and low ranks go row by row instead (`uses_mbgmm` in chapter 4).
 #
 # ## Exercise
 # - **Write** `floor_ms(hidden, ffn, layers, vocab, batch, ranks, context)`: the milliseconds that a decode step's
