@@ -49,8 +49,8 @@ class EngineConfig:
         separate_prefill: the paper's mode: a step is either prefill of new requests or decode.
         join_every: new requests join at the earliest so many steps after the last ones (the original: 10).
         blocking_loads: a step waits for the adapters of those that join (the original); else only they wait.
-        host_bytes: size of the host memory for adapter weights, taken at the start (the system backs it as it is used);
-            beyond it they are read from their folders again.
+        host_bytes: size of the host memory for adapter weights, taken at the start (for a GPU all of it is pinned then;
+            on the CPU the system backs it as it is used); beyond it they are read from their folders again.
         share_host_copies: names of one folder share its copy in host memory; otherwise each name has its own.
         loading: "background" reads and loads adapters on threads beside the steps, "inline" within them, so that a run
             can be repeated exactly.

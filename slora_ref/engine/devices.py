@@ -197,7 +197,7 @@ class CudaDevice(KernelDevice):
         return self._memory.empty(shape, float_dtype(dtype))
 
     def host_memory(self, nbytes: int) -> Any:
-        """Pinned, so that a kernel can read it."""
+        """Pinned, so that the copy engine and kernels can read it."""
         return self._memory.pinned_bytes(nbytes)
 
     def random_weights(self, model: ModelConfig, seed: int, shard: Shard) -> ModelWeights:

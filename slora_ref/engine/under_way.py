@@ -23,6 +23,7 @@ class Share:
     """What a step has brought for one of its sequences.
 
     Args:
+        work: the sequence, and which of its tokens ran.
         token: sampled; None: its prompt goes on.
         finite: whether the logits that it was sampled from were.
         logits: [logits, vocab] of its rows that wanted some; None: nobody in this step reads any.

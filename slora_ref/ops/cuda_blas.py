@@ -74,7 +74,6 @@ class Cublas:
 
         return run
 
-
     def products(self, y: Any, x: Any, w: Any, scale: float = 1.0, add: bool = False) -> Callable[[], None]:
         """What computes y[b] = scale x[b] w[b], or y[b] += scale x[b] w[b], in one batched product.
 

@@ -55,7 +55,11 @@ class DeviceTables:
         return AdapterTables(pages=self._backend.new((slots, -(-entries // each) * each), np.int32), **arrays)
 
     def make_room(self, tables: AdapterTables, slot: int) -> None:
-        """Makes the tables fit the adapter in `slot` of the pool's tables; not while anything reads them."""
+        """Makes the tables fit the adapter in `slot` of the pool's tables.
+
+        What was started before reads the old tables to its end: their memory comes into other hands by what is started
+        later, in order.
+        """
         rank = int(tables.page_rank[slot].max())
         self.max_rank = max(self.max_rank, rank)
         self.targets |= {target for target in range(len(TARGETS)) if tables.page_rank[slot, target]}

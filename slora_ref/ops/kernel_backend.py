@@ -143,7 +143,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def readable(self, array: Array) -> Array:
-        """A NumPy array where a kernel can read it; itself, if it lies there."""
+        """A NumPy array where the device can read it; itself, if it lies there."""
 
     @abstractmethod
     def upload(self, to: Array, staged: Array) -> Ticket:

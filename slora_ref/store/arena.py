@@ -1,7 +1,7 @@
 """Arena: one piece of host memory, allocated at the start and cut into extents.
 
-Allocated once because pinning memory for a GPU is slow (a second for some GB) and stops all that runs; the function
-that allocates is given, so that nothing here knows of a GPU. It knows sizes, not what an extent holds.
+Allocated once because pinning memory for a GPU is slow and stops all that runs; the function that allocates is given,
+so that nothing here knows of a GPU. It knows sizes, not what an extent holds.
 """
 
 from __future__ import annotations
