@@ -84,7 +84,7 @@ class Scheduler:
             self.forecast.observe(len(sequence.output_ids))
 
     def retire(self, sequence: Sequence) -> None:
-        """Frees what a sequence holds whose last token is being sampled, before anybody has read it.
+        """Frees what a sequence holds whose last token is being sampled, before anybody has read it: for speed alone.
 
         A device works in order: who gets the pages next, writes them after the step that was started has read them.
         """
