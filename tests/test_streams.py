@@ -62,7 +62,7 @@ def serve_beside_loads(page_order: int | None) -> Engine:
     """Requests that come one a step, so that their adapters take turns; each answer is checked."""
     small = {"pool_pages": 1300, "max_adapters": 2, "page_order_seed": page_order}
     engine = new_engine(EACH, on="cuda", loading="background", **small)
-    asks, done = 3 * [*ASKS, *ASKS[::-1]], {}
+    asks, done = 2 * [*ASKS, *ASKS[::-1]], {}
     params = [SamplingParams(max_tokens=1 + place % 3, ignore_eos=True) for place in range(len(asks))]
     for (name, prompt), how in zip(asks, params, strict=True):
         engine.add_request(prompt, how, name)
