@@ -129,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.names: dict[str, str] = {}  # registered name -> weights
         self.stories: dict[int, Story] = {}
         self.may_fail: set[int] = set()  # adapter ids whose loads were ever planned to fail
-        self.steps = self.quiet = 0
+        self.steps = self.quiet = self.preempted_unread = 0
 
     @initialize(
         options=engine_options(),
@@ -252,9 +252,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.steps += 1
             unread = [sequence for sequence in self.engine.scheduler.running if sequence.unread]
             news = self.engine.step()
-            if self.config.async_scheduling and self.admission == "expected":
-                preempted = [one for one in unread if one in self.engine.scheduler.waiting]
-                self.covered["preempted before its token was read"] += len(preempted)
+            self.preempted_unread += sum(one in self.engine.scheduler.waiting for one in unread)
             self.quiet = 0 if news or not self.engine.has_work else self.quiet + 1
             for piece in news:
                 self.stories[piece.request_id].pieces.append(piece)
@@ -388,4 +386,5 @@ def test_thousands_of_steps_end_with_the_pages_of_the_start(admission: str, late
     live(machine, rng, 2500)
     machine.teardown()
     assert machine.engine.executor.failures > 10
+    assert (machine.preempted_unread > 10) == (late and admission == "expected")
     assert_came_everywhere(machine.covered)
