@@ -14,6 +14,10 @@ from slora_ref.engine.devices import check_cuda
 from slora_ref.errors import ConfigError
 from slora_ref.simulate.datasheet import gpu_called
 
+LEGEND = """
+simulated: requests/s by the simulator, with the constants fitted on the authors' system; bound: by the data sheet alone
+as slora:  the share of requests whose first token is the one that the usual engine gives"""
+
 
 def run_real(args: argparse.Namespace) -> int:
     """Runs and prints.
@@ -35,6 +39,7 @@ def run_real(args: argparse.Namespace) -> int:
     screen, machine = Screen(args.json), machine_facts(on_gpu)
     scale = replace(SCALES[args.device], gpu=gpu_called(machine["gpu"]) if on_gpu else None)
     rows = run_points(names, scale, screen.say)
+    screen.say(LEGEND)
     if args.json:
         print_json(
             {
