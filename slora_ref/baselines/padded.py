@@ -27,16 +27,15 @@ class PaddedOps(NumpyOps):
     ) -> Float[Array, "rows t_width"]:
         """t = x A: one product of [segments, longest, d_in] and [segments, d_in, largest sum of ranks]."""
         targets, pieces = list(group.targets), -(-x.shape[1] // pages.shape[1])
-        used = np.flatnonzero(segments.adapter >= 0).tolist()
-        columns = [int(tables.page_rank[segments.adapter[i], targets].sum()) for i in used]
-        a = np.zeros((len(used), max(columns, default=0), x.shape[1]), self.dtype)
-        for place, (i, count) in enumerate(zip(used, columns, strict=True)):
-            slot = segments.adapter[i]
+        slots, rows_of = segments.with_adapter()
+        columns = tables.page_rank[slots][:, targets].sum(axis=1).tolist()
+        a = np.zeros((len(slots), max(columns, default=0), x.shape[1]), self.dtype)
+        for place, (slot, count) in enumerate(zip(slots, columns, strict=True)):
             first = tables.a_start[slot, targets[0]]
             entries = tables.pages[slot, first : first + count * pieces]
             a[place, :count] = pages[entries].reshape(count, pieces * pages.shape[1])[:, : x.shape[1]]
         t = np.zeros((x.shape[0], a.shape[1]), self.dtype)
-        self._multiply(x, a.transpose(0, 2, 1), segments, used, t)
+        self._multiply(x, a.transpose(0, 2, 1), rows_of, t)
         return t
 
     def lora_expand(
@@ -51,10 +50,9 @@ class PaddedOps(NumpyOps):
         d_outs: tuple[int, ...],
     ) -> None:
         """y += s t B: one product with [segments, largest sum of ranks, sum of d_outs], zero between the targets."""
-        used = np.flatnonzero(segments.adapter >= 0).tolist()
-        b = np.zeros((len(used), t.shape[1], y.shape[1]), self.dtype)
-        for place, i in enumerate(used):
-            slot = segments.adapter[i]
+        slots, rows_of = segments.with_adapter()
+        b = np.zeros((len(slots), t.shape[1], y.shape[1]), self.dtype)
+        for place, slot in enumerate(slots):
             row = column = 0
             for target, d_out in zip(group.targets, d_outs, strict=True):
                 rank, page_rank = int(tables.rank[slot, layer, target]), int(tables.page_rank[slot, target])
@@ -64,23 +62,21 @@ class PaddedOps(NumpyOps):
                 b[place, row : row + rank, column : column + d_out] = tables.scale[slot, layer, target] * rows
                 row, column = row + page_rank, column + d_out
         delta = np.zeros_like(y)
-        self._multiply(t, b, segments, used, delta)
+        self._multiply(t, b, rows_of, delta)
         y += delta
 
     def _multiply(
         self,
         x: Float[Array, "rows d_in"],
         stack: Float[Array, "used d_in d_out"],
-        segments: Segments,
-        used: list[int],
+        rows_of: list[slice],
         out: Float[Array, "rows d_out"],
     ) -> None:
         """Writes each used segment's rows times its own matrix, rows padded to the longest segment."""
-        lengths = [int(segments.length[i]) for i in used]
-        padded = np.zeros((len(used), max(lengths, default=0), x.shape[1]), self.dtype)
-        spans = [slice(int(segments.start[i]), int(segments.start[i]) + n) for i, n in zip(used, lengths, strict=True)]
-        for place, (span, length) in enumerate(zip(spans, lengths, strict=True)):
-            padded[place, :length] = x[span]
+        lengths = [rows.stop - rows.start for rows in rows_of]
+        padded = np.zeros((len(rows_of), max(lengths, default=0), x.shape[1]), self.dtype)
+        for place, (rows, length) in enumerate(zip(rows_of, lengths, strict=True)):
+            padded[place, :length] = x[rows]
         product = padded @ stack
-        for place, (span, length) in enumerate(zip(spans, lengths, strict=True)):
-            out[span] = product[place, :length]
+        for place, (rows, length) in enumerate(zip(rows_of, lengths, strict=True)):
+            out[rows] = product[place, :length]

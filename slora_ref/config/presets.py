@@ -6,7 +6,8 @@ from slora_ref.config.model import ModelConfig
 from slora_ref.errors import ConfigError
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int) -> ModelConfig:
+def llama_shape(hidden: int, inner: int, layers: int, heads: int, positions: int) -> ModelConfig:
+    """A Llama without grouped queries, in float16: widths of a row and of a feed-forward layer, longest sequence."""
     return ModelConfig(
         vocab_size=32000,
         hidden_size=hidden,
@@ -15,15 +16,15 @@ def _llama(hidden: int, inner: int, layers: int, heads: int) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         dtype="float16",
     )
 
 
 PRESETS = {
-    "llama-7b": _llama(4096, 11008, 32, 32),
-    "llama-13b": _llama(5120, 13824, 40, 40),
-    "llama-30b": _llama(6656, 17920, 60, 52),
+    "llama-7b": llama_shape(4096, 11008, 32, 32, 4096),
+    "llama-13b": llama_shape(5120, 13824, 40, 40, 4096),
+    "llama-30b": llama_shape(6656, 17920, 60, 52, 4096),
 }
 
 

@@ -65,14 +65,7 @@ class Cublas:
         one, factor = (ctypes.c_void_p(number.ctypes.data) for number in (ONE, ONE if add else ZERO))
         arguments = (*sizes, one, *_matrix(weight), *_matrix(x), factor, *_matrix(y))
         kind = (ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
-        multiply = partial(self.library.cublasGemmEx, self.handle, *arguments, *kind)
-
-        def run(keep: tuple[Any, ...] = (y, x, weight)) -> None:
-            failed = multiply()
-            if failed:
-                raise RuntimeError(f"cublasGemmEx fails with status {failed}")
-
-        return run
+        return self._prepared("cublasGemmEx", (*arguments, *kind), keep=(y, x, weight))
 
     def products(self, y: Any, x: Any, w: Any, scale: float = 1.0, add: bool = False) -> Callable[[], None]:
         """What computes y[b] = scale x[b] w[b], or y[b] += scale x[b] w[b], in one batched product.
@@ -88,12 +81,16 @@ class Cublas:
         sizes = [ctypes.c_int(number) for number in (turn_w, turn_x, columns, rows, inner)]
         kind = (ctypes.c_int(batch), ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
         arguments = (*sizes, one, *left, *right, kept, *out, *kind)
-        multiply = partial(self.library.cublasGemmStridedBatchedEx, self.handle, *arguments)
+        return self._prepared("cublasGemmStridedBatchedEx", arguments, keep=(y, x, w, factors))
 
-        def run(keep: tuple[Any, ...] = (y, x, w, factors)) -> None:
+    def _prepared(self, function: str, arguments: tuple[Any, ...], keep: tuple[Any, ...]) -> Callable[[], None]:
+        """A call with its arguments packed, as often as it is called; what they point to is kept with it."""
+        multiply = partial(getattr(self.library, function), self.handle, *arguments)
+
+        def run(keep: tuple[Any, ...] = keep) -> None:
             failed = multiply()
             if failed:
-                raise RuntimeError(f"cublasGemmStridedBatchedEx fails with status {failed}")
+                raise RuntimeError(f"{function} fails with status {failed}")
 
         return run
 

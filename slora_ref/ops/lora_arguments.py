@@ -70,15 +70,7 @@ def mbgmv_shrink(
     lora: Int[Array, "targets rows 4"],
 ) -> Arguments:
     """mbgmv_shrink: t = x A, each row with its own adapter."""
-    rows, d_in = x.shape
-    return _weights(pages, page_table, lora, rows, t, x=x) | {
-        "rows": np.int32(rows),
-        "d_in": np.int32(d_in),
-        "width": np.int32(pages.shape[1]),
-        **_t_sizes(t),
-        "x_stride": row_stride(x),
-        "page_stride": row_stride(pages),
-    }
+    return _weights(pages, page_table, lora, len(x), t, x=x) | _shrink_sizes(t, x, pages)
 
 
 def mbgmv_expand(
@@ -90,15 +82,7 @@ def mbgmv_expand(
     d_outs: tuple[int, ...],
 ) -> Arguments:
     """mbgmv_expand: y += scale t B, each row with its own adapter."""
-    rows = y.shape[0]
-    return _weights(pages, page_table, lora, rows, t, y=y, d_outs=d_outs) | {
-        "rows": np.int32(rows),
-        **_d_outs(d_outs),
-        "width": np.int32(pages.shape[1]),
-        **_t_sizes(t),
-        "y_stride": row_stride(y),
-        "page_stride": row_stride(pages),
-    }
+    return _weights(pages, page_table, lora, len(y), t, y=y, d_outs=d_outs) | _expand_sizes(y, t, pages, d_outs)
 
 
 def mbgmm_shrink(
@@ -110,17 +94,8 @@ def mbgmm_shrink(
     tiles: Int[Array, "tiles 2"],
 ) -> Arguments:
     """mbgmm_shrink: t = x A, each tile of rows with its adapter."""
-    rows, d_in = x.shape
-    return _weights(pages, page_table, lora, len(tiles), t, x=x) | {
-        "tiles": check_array("tiles", tiles, np.int32, (None, 2)),
-        "tile_count": np.int32(len(tiles)),
-        "rows": np.int32(rows),
-        "d_in": np.int32(d_in),
-        "width": np.int32(pages.shape[1]),
-        **_t_sizes(t),
-        "x_stride": row_stride(x),
-        "page_stride": row_stride(pages),
-    }
+    first = _weights(pages, page_table, lora, len(tiles), t, x=x)
+    return first | _tiles(tiles) | _shrink_sizes(t, x, pages)
 
 
 def mbgmm_expand(
@@ -133,16 +108,8 @@ def mbgmm_expand(
     d_outs: tuple[int, ...],
 ) -> Arguments:
     """mbgmm_expand: y += scale t B, each tile of rows with its adapter."""
-    return _weights(pages, page_table, lora, len(tiles), t, y=y, d_outs=d_outs) | {
-        "tiles": check_array("tiles", tiles, np.int32, (None, 2)),
-        "tile_count": np.int32(len(tiles)),
-        "rows": np.int32(y.shape[0]),
-        **_d_outs(d_outs),
-        "width": np.int32(pages.shape[1]),
-        **_t_sizes(t),
-        "y_stride": row_stride(y),
-        "page_stride": row_stride(pages),
-    }
+    first = _weights(pages, page_table, lora, len(tiles), t, y=y, d_outs=d_outs)
+    return first | _tiles(tiles) | _expand_sizes(y, t, pages, d_outs)
 
 
 def lora_shrink(
@@ -202,6 +169,36 @@ def _weights(
         "pages": check_array("pages", pages, dtype, (None, None), strided=True),
         "page_table": check_array("page_table", page_table, np.int32, (None, None)),
         "lora": check_array("lora", lora, np.int32, (t.shape[2], entries, LORA_WORDS)),
+    }
+
+
+def _tiles(tiles: Any) -> Arguments:
+    """What MBGMM's kernels take beside MBGMV's."""
+    return {"tiles": check_array("tiles", tiles, np.int32, (None, 2)), "tile_count": np.int32(len(tiles))}
+
+
+def _shrink_sizes(t: Any, x: Any, pages: Any) -> Arguments:
+    """The numbers that every shrink ends with."""
+    rows, d_in = x.shape
+    return {
+        "rows": np.int32(rows),
+        "d_in": np.int32(d_in),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "x_stride": row_stride(x),
+        "page_stride": row_stride(pages),
+    }
+
+
+def _expand_sizes(y: Any, t: Any, pages: Any, d_outs: tuple[int, ...]) -> Arguments:
+    """The numbers that every expand ends with."""
+    return {
+        "rows": np.int32(y.shape[0]),
+        **_d_outs(d_outs),
+        "width": np.int32(pages.shape[1]),
+        **_t_sizes(t),
+        "y_stride": row_stride(y),
+        "page_stride": row_stride(pages),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slora_ref.config import ModelConfig
+from slora_ref.config.presets import llama_shape
 from slora_ref.pager import PageLayout
 
 FP16 = 2
@@ -58,24 +59,11 @@ def gpu_called(name: str) -> str | None:
     return next((key for word, key in known.items() if word in words), None)
 
 
-def _llama(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        dtype="float16",
-    )
-
-
 MODELS = {
-    "llama-7b": _llama(4096, 32, 32, 11008),
-    "llama-13b": _llama(5120, 40, 40, 13824),
-    "llama-30b-m": _llama(7168, 48, 56, 19456),  # the authors' own shape, not Llama's
-    "llama-70b-m": _llama(8192, 80, 64, 24576),  # likewise, and without grouped queries
+    "llama-7b": llama_shape(4096, 11008, 32, 32, 2048),
+    "llama-13b": llama_shape(5120, 13824, 40, 40, 2048),
+    "llama-30b-m": llama_shape(7168, 19456, 48, 56, 2048),  # the authors' own shape, not Llama's
+    "llama-70b-m": llama_shape(8192, 24576, 80, 64, 2048),  # likewise, and without grouped queries
 }
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
