@@ -19,7 +19,7 @@ from tiny import tiny_config, write_adapter_folder, write_model_folder
 
 from slora_ref import Completion, Engine, EngineConfig, FinishReason, SamplingParams
 from slora_ref.adapter import load_adapter, read_header
-from slora_ref.checkpoint import load_checkpoint
+from slora_ref.checkpoint import float_dtype, load_checkpoint
 from slora_ref.device_loader import DeviceLoader
 from slora_ref.engine.build import assemble
 from slora_ref.engine.devices import KernelDevice
@@ -86,8 +86,8 @@ def open_engine(config: EngineConfig, on: str) -> Engine:
     """An engine of T0: "cpu", in NumPy; "host", by the kernels through g++; "cuda", by the kernels on a GPU."""
     if on != "host":
         return Engine.from_pretrained(model_folder(), config)
-    device = KernelDevice(config, HostOps(np.float32, kernels=host_kernels()))
-    return Engine(*assemble(CONFIG, load_checkpoint(model_folder(), CONFIG, "float32"), None, device, config))
+    device = KernelDevice(config, HostOps(float_dtype(config.dtype), kernels=host_kernels()))
+    return Engine(*assemble(CONFIG, load_checkpoint(model_folder(), CONFIG, config.dtype), None, device, config))
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def new_engine(adapters: Mapping[str, str] | None = None, on: str = "cpu", **opt
     """An engine of T0 with adapters {name: weights}, on one of the places of `open_engine`."""
     chosen = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64, "poison": True}
     chosen |= {"page_order_seed": 0, "loading": "inline"}
-    device = {"cpu": {}, "host": {}, "cuda": {"device": "cuda", "dtype": "float32"}}[on]
+    device = {} if on == "cpu" else {"device": "cuda", "dtype": "float32"}  # what kernels compute has a GPU's options
     engine = open_engine(EngineConfig(**(chosen | device | options)), on)
     for name, weights in (adapters or {}).items():
         engine.add_adapter(name, adapter_folder(weights))

@@ -215,10 +215,11 @@ def test_each_device_has_its_dtypes() -> None:
 HALF = {"float16": 0.02, "bfloat16": 0.06}  # of the largest logit
 
 
-@pytest.mark.gpu
+@ON
 @pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_is_near_the_dense_model(dtype: str) -> None:
-    engine = new_engine(EACH, on="cuda", dtype=dtype, poison=dtype == "float16")
+def test_half_precision_is_near_the_dense_model(on: str, dtype: str) -> None:
+    """Steps in which adapters of large ranks share and those of small ranks are served row by row, in one launch."""
+    engine = new_engine(EACH, on=on, dtype=dtype, poison=dtype == "float16")
     asked = [ask(number, keep_logits=True, temperature=0) for number in range(len(NAMES))]
     for done, (prompt, _, name) in zip(engine.generate(*map(list, zip(*asked, strict=True))), asked, strict=True):
         want = reference_logits(name, (*prompt, *done.token_ids))[:-1]

@@ -83,14 +83,21 @@ def test_all_rungs_of_an_operation_are_launched_with_the_same_arguments(operatio
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
-RANK = 2000  # so that all segments of several rows share
+RANKS = np.array([2000, 2000, 1])  # of adapter % 3: segments of several rows share in any step, or in large ones alone
 SEGMENTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 70)), max_size=12)
 
 
 def segments_of(pairs: list[tuple[int, int]]) -> Segments:
     lengths = np.array([length for _, length in pairs], np.int64)
     adapters = np.array([adapter for adapter, _ in pairs], np.int64)
-    return Segments(adapters, np.cumsum(lengths) - lengths, lengths, np.where(adapters < 0, 0, RANK))
+    return Segments(adapters, np.cumsum(lengths) - lengths, lengths, np.where(adapters < 0, 0, RANKS[adapters % 3]))
+
+
+def rows_by_kernel(segments: Segments, rows: int) -> tuple[list[int], list[int]]:
+    """The rows with an adapter that are served one by one, and those that share."""
+    shared = np.repeat(plan.uses_mbgmm(segments, rows), segments.length)
+    used = np.repeat(segments.adapter >= 0, segments.length)
+    return np.flatnonzero(used & ~shared).tolist(), np.flatnonzero(used & shared).tolist()
 
 
 MODES = {"together": st.booleans(), "fixed": st.booleans()}
@@ -111,14 +118,16 @@ def test_a_plan_serves_each_row_once_and_base_rows_never(
     assert (served == owners).all()
     tall, used = made.counts
     assert ((made.tile_slots >= 0) == (np.arange(len(made.tiles)) < used)).all(), "unused entries come last"
-    alone = [row for (adapter, n), row in zip(pairs, segments_of(pairs).start, strict=True) if adapter >= 0 and n == 1]
-    assert sorted(made.tiles[tall:used, 0]) == (alone if made.kernels == ("lora",) else [])
+    alone, _ = rows_by_kernel(segments_of(pairs), len(owners))
+    in_tiles = made.tiles[tall:used]
+    assert sorted(in_tiles[:, 0]) == (alone if made.kernels == ("lora",) else [])
+    assert (in_tiles[:, 1] == 1).all(), "only the first row of a tile that is not MBGMM's would be served"
 
 
 @given(pairs=SEGMENTS, together=st.booleans())
 def test_kernels_without_work_are_left_out_unless_launches_are_fixed(pairs: Any, together: bool) -> None:
     rows = sum(length for _, length in pairs)
-    single, shared = (any(a >= 0 and (n > 1 if many else n == 1) for a, n in pairs) for many in (False, True))
+    single, shared = rows_by_kernel(segments_of(pairs), rows)
     one_launch = together and rows <= plan.TOGETHER_UP_TO
     made = plan.plan_lora(segments_of(pairs), rows, together)
     wanted = tuple(name for name, needed in (("mbgmv", single), ("mbgmm", shared)) if needed)

@@ -93,7 +93,7 @@ def plan_lora(segments: Segments, rows: int, together: bool = False, fixed: bool
     slots, start, length, tall = (
         array[in_tiles][first] for array in (segments.adapter, segments.start, segments.length, shared)
     )
-    which, row, count = cut(start, length, tile_rows(rows))
+    which, row, count = cut(start, length, np.where(tall, tile_rows(rows), 1))
     tiles, tile_slots = np.zeros((capacity, 2), np.int32), np.full(capacity, NONE, np.int32)
     tiles[: len(which)] = np.stack([row, count], axis=1)
     tile_slots[: len(which)] = slots[which]
@@ -136,13 +136,14 @@ def plan_attention(spans: Spans, rows: int) -> AttentionPlan:
 
 
 def cut(
-    start: Int[Array, " n"], length: Int[Array, " n"], size: int
+    start: Int[Array, " n"], length: Int[Array, " n"], size: int | Int[Array, " n"]
 ) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
-    """Cuts ranges into tiles of at most `size`: the range of each tile, its start and its length."""
+    """Cuts ranges into tiles of at most `size` (of all, or of each): a tile's range, its start and its length."""
+    size = np.broadcast_to(size, length.shape)
     counts = -(-length // size)
     which = np.repeat(np.arange(len(length)), counts)
-    offset = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
-    return which, start[which] + offset, np.minimum(size, length[which] - offset)
+    offset = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size[which]
+    return which, start[which] + offset, np.minimum(size[which], length[which] - offset)
 
 
 def context_chunk(rows: int, kv_heads: int, positions: int) -> int:
