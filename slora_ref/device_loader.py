@@ -34,6 +34,7 @@ class PageWriter:
 
     def make_room(self, slot: int) -> None:
         """Makes the tables fit the adapter that is to come; also if then it does not."""
+        self._ops.use()
         self._tables.make_room(self._pool.adapters, slot)
 
     def start(self, slot: int, image: Float[Array, "layers pages width"]) -> tuple[Ticket, Array]:

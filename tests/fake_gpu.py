@@ -298,7 +298,11 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
         return array
 
     def asnumpy(array: np.ndarray) -> np.ndarray:
-        gpu.current.synchronize()
+        stream = gpu.current
+        if not array.flags.c_contiguous:
+            with stream:  # CuPy's copy that is contiguous; behind it, `use` is forgotten
+                pass
+        stream.synchronize()
         return np.array(array.view(np.ndarray))
 
     def move(to: int, source: int, nbytes: int, _: int, stream: int) -> None:

@@ -52,6 +52,8 @@ def be_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def __init__(self, host: Communicator) -> None:
             Communicator.__init__(self, host.shard)
+            self.counts = host.counts
+            self.counts.as_of_a_ring = True
             self._nccl = module.nccl.NcclCommunicator(1, module.nccl.get_unique_id(), 0)
 
         def gather(self, x: Any, gathered: Any) -> int:

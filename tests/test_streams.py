@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from serving import assert_right, host_kernels, new_engine, run_to_end, without_
 from test_branch import ASKS, NAMES, PARAMS
 
 from slora_ref import Engine, SamplingParams
+from slora_ref.engine.outputs import Completion
 
 EACH = {name: name for name in NAMES}
 
@@ -93,6 +95,20 @@ def test_a_load_that_does_not_wait_for_the_step_before_shows(monkeypatch: pytest
     monkeypatch.setattr("fake_gpu.Stream.wait_event", lambda *_: None)
     with pytest.raises(AssertionError):
         serve_beside_loads(0)
+
+
+def test_two_engines_of_a_thread_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its own stream, whichever CuPy has as the current one."""
+    install(monkeypatch, 0, host_kernels())
+    engines = [new_engine(EACH, on="cuda", loading="background", enforce_eager=eager) for eager in (False, True)]
+    done: list[dict[int, Completion]] = [{}, {}]
+    for engine, (name, prompt) in product(engines, ASKS):
+        engine.add_request(prompt, PARAMS, name)
+    while any(engine.has_work for engine in engines):
+        for engine, ended in zip(engines, done, strict=True):
+            ended |= {news.request_id: news.completion for news in engine.step() if news.completion}
+    for ended, (number, (name, _)) in product(done, enumerate(ASKS)):
+        assert_right(ended[number], name, PARAMS)
 
 
 def test_a_stream_is_current_again_after_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ class KernelExecutor:
             self._layers(staged)
 
     def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
+        self.ops.use()
         own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
         self.kept.valid_for(self.tables.shape)
         return self.staging.stage(own, sampling)

@@ -108,8 +108,13 @@ class CudaOps(CudaLoads):
         target.set(array)
 
     def fetch(self, array: Array) -> Array:
-        """Copies on the current stream and waits for it."""
-        return cupy.asnumpy(array)
+        """Copies on the main stream and waits for it.
+
+        Where rows have gaps, CuPy copies within a `with stream`, at whose end it takes the default stream for the current
+        one.
+        """
+        with self._on(self.stream):
+            return cupy.asnumpy(array)
 
     def download(self, to: Array, array: Array) -> Passed:
         """Copies on the current stream."""
@@ -118,6 +123,10 @@ class CudaOps(CudaLoads):
         cupy.cuda.runtime.memcpyAsync(to.ctypes.data, _address(array), to.nbytes, kind, stream.ptr)
         ticket.event.record(stream)
         return ticket
+
+    def use(self) -> None:
+        """Makes the main stream current: what CuPy takes for it belongs to a thread, not to an engine."""
+        self.stream.use()
 
     def in_branch(self) -> AbstractContextManager[None]:
         """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""

@@ -129,6 +129,9 @@ class HostOps(KernelOps):
         """There is one place."""
         return work
 
+    def use(self) -> None:
+        """There is nothing but the host."""
+
     @contextmanager
     def beside(self) -> Iterator[Done]:
         """At once."""

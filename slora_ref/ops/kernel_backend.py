@@ -162,6 +162,10 @@ class KernelBackend(ABC):
         """Starts a copy from the device into an array of `staging`, which has the numbers when that is done."""
 
     @abstractmethod
+    def use(self) -> None:
+        """What this thread starts from here on goes to this backend, whichever it has worked with before."""
+
+    @abstractmethod
     def in_branch(self) -> AbstractContextManager[None]:
         """What is prepared within goes to the branch."""
 
