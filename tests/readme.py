@@ -127,7 +127,8 @@ def load_lines(*names: str) -> list[str]:
         f"| --- |{' ---: |' * 6}",
     ]
     for row in [row for result in results for row in own_rows(result)]:
-        who = f"{row['registered']:,}, {row['popularity']} popularity, {row['requests']:,} requests"
+        come = f"{row['rate']:g} requests a second" if row["rate"] else "all at once"
+        who = f"{row['registered']:,}, {row['popularity']} popularity, {row['requests']:,} requests, {come}"
         rate = f"{row['gb_s']:.1f} | {row['gb_s'] / row['link_gb_s']:.0%} | {row['hidden_fraction']:.1%}"
         waits = f"{row['waiting_steps_p99']:.0f} step(s)"
         lines.append(f"| {who} | {row['requests_per_s']:.1f} | {row['loads']:,} | {rate} | {waits} |")
@@ -232,12 +233,15 @@ def serve_lines(peer: dict[str, Any], *names: str) -> list[str]:
     ]
     for result in results:
         for place, row in enumerate(own_rows(result)):
-            ranks, case = ", ".join(map(str, row["ranks"])), (row["registered"], *row["ranks"])
+            case, ranks = (row["registered"], *row["ranks"]), ", ".join(map(str, row["ranks"]))
+            who = f"{row['registered']:,} adapters of rank {ranks}"
+            if row["registered"] == 0:
+                case, who = (0,), "no adapters"
             first = "" if place else ", the first run after the start"
             speed = [f"{row['requests_per_s']:.1f}", f"{row['floor_requests_per_s']:.1f}", str(theirs.get(case, ""))]
             speed += [peft_speeds.get(case, "")] if peft else []
             lines.append(
-                f"| {row['registered']:,} adapters of rank {ranks}{first} | {' | '.join(speed)} "
+                f"| {who}{first} | {' | '.join(speed)} "
                 f"| {row['output_tokens_per_s']:,.0f} | {row['idle_fraction']:.1%} "
                 f"| {row['loads']:,} | {row['waiting_steps_p99']:.0f} step(s) |"
             )

@@ -39,6 +39,15 @@ def test_the_traffic_is_the_same_but_for_the_adapters() -> None:
     assert few[-1].time == pytest.approx(40 / 20, rel=0.4)
 
 
+def test_without_registered_adapters_the_base_model_serves() -> None:
+    base, few = bench_serve(quiet, replace(SMALL, registered=(0, 2)))
+    assert (base["adapters"], base["loads"], base["adapter_bytes_of_steps"]) == (0, 0, 0)
+    assert (few["adapters"], few["loads"]) == (2, 2) and few["requests"] == base["requests"] == 40
+    assert [row["bytes"] for row in bench_load(quiet, replace(SMALL, registered=(0,), eviction=("lru",)))] == [0]
+    with pytest.raises(ConfigError, match="registered is 0; PEFT is measured with adapters only"):
+        replace(SMALL, registered=(5, 0), peft=1.0)
+
+
 def test_requests_that_join_together_take_fewer_steps_with_prefill() -> None:
     class Counted(Meter):
         """Counts steps in which a prompt is computed."""
@@ -144,7 +153,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     ("argv", "message"),
     [
         ("--model llama-1b", "llama-1b"),
-        ("--registered 0", "registered is 0"),
+        ("--registered -1", "registered is -1"),
         ("--lengths 9,4", "lengths are 9 to 4"),
         ("--eviction fifo", "eviction"),
         ("--ranks 0", "ranks are"),

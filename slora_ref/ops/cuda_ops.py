@@ -110,8 +110,8 @@ class CudaOps(CudaLoads):
     def fetch(self, array: Array) -> Array:
         """Copies on the main stream and waits for it.
 
-        Where rows have gaps, CuPy copies within a `with stream`, at whose end it takes the default stream for the current
-        one.
+        Where rows have gaps, CuPy copies within a `with stream`, at whose end it takes the default stream for the
+        current one.
         """
         with self._on(self.stream):
             return cupy.asnumpy(array)

@@ -27,7 +27,7 @@ class ServeOptions:
     Args:
         model: "toy", or a shape of config.presets with random weights.
         device, dtype: where and in what it runs.
-        registered: adapters, by name.
+        registered: adapters, by name; 0: the base model alone.
         requests: in each run; the same lengths in all of them.
         rate: requests a second (a Poisson process); None: all at once.
         popularity: "uniform" is the paper's alpha = 1; "zipf" gives adapter i a share in proportion to 1 / i.
@@ -75,7 +75,7 @@ class ServeOptions:
         if not self.registered or not self.eviction:
             raise ConfigError("registered and eviction are lists; give at least one of each")
         for count in self.registered:
-            check_whole(ConfigError, "registered", count, 1, 100_000)
+            check_whole(ConfigError, "registered", count, 0, 100_000)
         check_whole(ConfigError, "requests", self.requests, 1, 1_000_000)
         check_whole(ConfigError, "distinct", self.distinct, 1, 100_000)
         check_whole(ConfigError, "join_every", self.join_every, 1, 1_000_000)
@@ -88,6 +88,8 @@ class ServeOptions:
         if self.peft is not None:
             check_real(ConfigError, "peft", self.peft, is_finite(self.peft) and self.peft > 0, "above 0, in seconds")
             check_peft(self.shards)
+            if 0 in self.registered:
+                raise ConfigError("registered is 0; PEFT is measured with adapters only: measure the base model apart")
         check_real(ConfigError, "host_gb", self.host_gb, is_finite(self.host_gb) and self.host_gb > 0, "above 0")
         check_choice(ConfigError, "popularity", self.popularity, ("uniform", "zipf"))
         for policy in self.eviction:

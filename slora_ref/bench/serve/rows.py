@@ -107,7 +107,7 @@ def _serve_row(options: ServeOptions, run: Run, first: Run, link: float) -> dict
     on_gpu = options.device == "cuda"
     return _common(options, run, options.eviction[0], link) | {
         "system": "slora_ref",
-        "adapters": len({one.adapter for one in run.completions}),
+        "adapters": len({one.adapter for one in run.completions} - {None}),
         "distinct": options.distinct,
         "own_copies": options.own_copies,
         "shards": options.shards,

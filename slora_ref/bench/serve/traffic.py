@@ -19,13 +19,17 @@ class MeasurementFailed(SloraError):
 
 
 def draw_traffic(options: ServeOptions, registered: int) -> list[Arrival]:
-    """The requests of one run. Lengths and times do not depend on how many adapters are registered."""
+    """The requests of one run. Lengths and times do not depend on how many adapters are registered.
+
+    Without any, all ask for the number 0, which `serve` takes for the base model.
+    """
     rng = np.random.default_rng(options.seed)
     count = options.requests
     prompts, outputs = (rng.integers(*options.bounds, count).tolist() for _ in range(2))
     times = np.zeros(count) if options.rate is None else np.cumsum(rng.exponential(1 / options.rate, count))
-    shares = np.ones(registered) if options.popularity == "uniform" else 1 / np.arange(1, registered + 1)
-    adapters = np.searchsorted(np.cumsum(shares / shares.sum()), rng.random(count)).clip(max=registered - 1).tolist()
+    names = max(1, registered)
+    shares = np.ones(names) if options.popularity == "uniform" else 1 / np.arange(1, names + 1)
+    adapters = np.searchsorted(np.cumsum(shares / shares.sum()), rng.random(count)).clip(max=names - 1).tolist()
     columns = (times.tolist(), adapters, prompts, outputs)
     return [Arrival(time=t, adapter=a, prompt=p, output=o) for t, a, p, o in zip(*columns, strict=True)]
 
@@ -45,7 +49,7 @@ def serve(engine: Engine, arrivals: list[Arrival], after_step: Callable[[], None
             arrival, number = arrivals[len(ids)], len(ids)
             prompt = [(31 * number + 7 * place) % vocab for place in range(arrival.prompt)]
             params = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
-            ids.append(engine.add_request(prompt, params, str(arrival.adapter)))
+            ids.append(engine.add_request(prompt, params, str(arrival.adapter) if engine.adapters else None))
         if not engine.has_work:
             time.sleep(max(0.0, arrivals[len(ids)].time - (engine.clock.now() - start)))
             continue
