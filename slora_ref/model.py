@@ -53,6 +53,7 @@ class LlamaModel:
         self.config = local_config(config, self.communicator.shard.count)
         self.weights, self.ops, self.pool = weights, ops, pool
         self._own, _ = hidden_slice(config.hidden_size, self.communicator.shard)
+        self.own_vocab = vocab_rows(config.vocab_size, self.communicator.shard)
         self._cos, self._sin = (ops.angle_table(table) for table in rope_table(config, max_positions))
 
     def forward(self, batch: Batch) -> Float[Array, "logits vocab"]:
@@ -85,11 +86,9 @@ class LlamaModel:
 
     def own_tokens(self, token_ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
         """The row of this shard's embedding for each token; of another shard's tokens the last, which is zeros."""
-        shard, rows = self.communicator.shard, len(self.weights.embed)
-        if shard.count == 1:
-            return token_ids
-        own = vocab_rows(self.config.vocab_size, shard)
-        return np.where((token_ids >= own.start) & (token_ids < own.stop), token_ids - own.start, rows - 1)
+        own = self.own_vocab
+        here = (token_ids >= own.start) & (token_ids < own.stop)  # if the model is not split, all are
+        return np.where(here, token_ids - own.start, own.stop - own.start)
 
     def _attention(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights

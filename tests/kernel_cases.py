@@ -492,16 +492,19 @@ def gather_case(dtype: str, seed: int, rows: int, columns: int, gap: int = 0) ->
     return Case("gather_rows", dtype, row_arguments.gather_rows(out, source, ids), want)
 
 
-def enter_tokens_case(dtype: str, seed: int, rows: int, most: int) -> Case:
+def enter_tokens_case(dtype: str, seed: int, rows: int, most: int, shard: int = 0, shards: int = 1) -> Case:
     """A case of enter_tokens: half of the rows have their ids, one sample in three is of no use."""
     rng = np.random.default_rng(seed)
-    sampled = np.stack([rng.integers(100, 999, most), rng.integers(0, 3, most) > 0]).astype(np.int32)
-    ids, from_sample = rng.integers(0, 99, rows), rng.integers(0, most, rows)
+    each = 60 // shards
+    sampled = np.stack([rng.integers(0, 60, most), rng.integers(0, 3, most) > 0]).astype(np.int32)
+    ids, from_sample = rng.integers(0, 60, rows), rng.integers(0, most, rows)
     placeholder = rng.random(rows) < 0.5
     token_ids = np.where(placeholder, -1 - from_sample, ids).astype(np.int32)
     found = np.where(sampled[1, from_sample] > 0, sampled[0, from_sample], 0)
-    want = {"token_ids": np.where(placeholder, found, ids).astype(np.float64)}
-    return Case("enter_tokens", dtype, row_arguments.enter_tokens(token_ids, sampled), want)
+    tokens = np.where(placeholder, found, ids)
+    want = {"token_ids": np.where(tokens // each == shard, tokens % each, each).astype(np.float64)}
+    own = slice(shard * each, (shard + 1) * each)
+    return Case("enter_tokens", dtype, row_arguments.enter_tokens(token_ids, sampled, own), want)
 
 
 def enter_case(dtype: str, seed: int, rows: int, positions: int) -> Case:

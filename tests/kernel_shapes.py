@@ -107,7 +107,8 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
             cases.gather_case, dtype, rows=row_counts, columns=st.integers(1, 600), gap=GAPS
         ),
         "enter_tokens": lambda: built(
-            cases.enter_tokens_case, dtype, rows=st.integers(1, 300), most=st.integers(1, 50)
+            cases.enter_tokens_case, dtype, rows=st.integers(1, 300), most=st.integers(1, 50), shard=st.integers(0, 2),
+            shards=st.just(3),
         ),
         "enter_pages": lambda: built(cases.enter_case, dtype, rows=st.integers(1, 40), positions=st.integers(8, 60)),
         "sample_threshold": lambda: built(
@@ -195,7 +196,10 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.argmax_case(dtype, 3, 8, 1021, 3),
         ],
         "gather_rows": lambda: [cases.gather_case(dtype, 1, 5, 300, 3), cases.gather_case(dtype, 2, 3, 512)],
-        "enter_tokens": lambda: [cases.enter_tokens_case(dtype, 1, 150, 7), cases.enter_tokens_case(dtype, 2, 9, 40)],
+        "enter_tokens": lambda: [
+            cases.enter_tokens_case(dtype, 1, 150, 7),
+            cases.enter_tokens_case(dtype, 2, 90, 40, shard=1, shards=3),
+        ],
         "enter_pages": lambda: [cases.enter_case(dtype, 1, 37, 60), cases.enter_case(dtype, 2, 7, 8)],
         "sample_threshold": lambda: [
             cases.threshold_case(dtype, 1, 7, 1100, 3),

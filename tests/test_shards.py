@@ -31,7 +31,7 @@ from slora_ref.demo import DemoOptions, run_demo
 from slora_ref.engine.devices import KernelDevice
 from slora_ref.engine.follower import Follower, follow
 from slora_ref.engine.leader import agree, stop
-from slora_ref.engine.orders import Order, batch_of, run_order
+from slora_ref.engine.orders import Order, batch_of, run_order, told_sampling
 from slora_ref.errors import AdapterError, ConfigError, ShardLost
 from slora_ref.ops.host_kernels import HostKernels
 from slora_ref.ops.host_ops import HostOps
@@ -306,7 +306,9 @@ def test_a_shard_that_hears_of_an_unknown_order_ends_the_group() -> None:
 # --- processes that shard 0 starts ---
 
 
-def process_engine(monkeypatch: pytest.MonkeyPatch, shards: int) -> tuple[Engine, ProcessCommunicator]:
+def process_engine(
+    monkeypatch: pytest.MonkeyPatch, shards: int, **options: object
+) -> tuple[Engine, ProcessCommunicator]:
     """An engine whose shards are the processes that NCCL's would be, with arrays in host memory."""
     started: list[ProcessCommunicator] = []
 
@@ -315,7 +317,7 @@ def process_engine(monkeypatch: pytest.MonkeyPatch, shards: int) -> tuple[Engine
         return started[0]
 
     monkeypatch.setattr("slora_ref.engine.group._communicator", start)
-    return new_engine({"x": "x", "z": "z"}, shards=shards), started[0]
+    return new_engine({"x": "x", "z": "z"}, shards=shards, **options), started[0]
 
 
 def assert_no_processes(communicator: ProcessCommunicator) -> None:
@@ -397,13 +399,15 @@ def test_a_batch_arrives_as_it_was_sent() -> None:
     engine = new_engine({"x": "x"})
     seen = []
     start = engine.executor.start
-    engine.executor.start = lambda batch, sampling: seen.append(batch) or start(batch, sampling)
-    for name in ("x", None):
-        engine.add_request([5, 6, 7], PARAMS, name)
+    engine.executor.start = lambda *step: seen.append(step) or start(*step)
+    drawn = SamplingParams(max_tokens=6, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=(1 << 64) - 1)
+    for name, params in (("x", drawn), (None, PARAMS)):
+        engine.add_request([5, 6, 7], params, name)
     run_to_end(engine)
-    for batch in seen:
-        got = batch_of(Order.decode(run_order(batch).encode()))
-        assert str(got) == str(batch)
+    for batch, sampling in seen:
+        order = Order.decode(run_order(batch, sampling).encode())
+        assert str(batch_of(order)) == str(batch)
+        assert str(told_sampling(order)) == str(sampling)
     assert len(seen) > 5
 
 

@@ -169,9 +169,8 @@ def test_each_step_is_started_before_the_one_before_is_read() -> None:
 def test_by_default_only_a_gpu_is_read_late() -> None:
     assert EngineConfig().async_scheduling is False
     assert EngineConfig(device="cuda").async_scheduling is True
-    assert EngineConfig(device="cuda", shards=2).async_scheduling is False
-    with pytest.raises(ConfigError, match="not for 2 shards"):
-        EngineConfig(shards=2, async_scheduling=True)
+    assert EngineConfig(device="cuda", shards=2).async_scheduling is True
+    assert EngineConfig(shards=2).async_scheduling is False
     with pytest.raises(ConfigError, match="async_scheduling"):
         EngineConfig(async_scheduling=2)  # type: ignore[arg-type]
 

@@ -58,7 +58,7 @@ class EngineConfig:
         eviction: who leaves when pages are wanted: "lru" the least recently used, "cost" those that are least likely
             to be used again for the cost of loading them; "eager" (the paper): all that are not used, at once.
         async_scheduling: schedule and start a step before the tokens of the one before have come to the host (see
-            engine/under_way.py); None: on a GPU, where the model is not split.
+            engine/under_way.py); None: on a GPU.
         seed: of requests that bring no seed of their own.
         poison: fill free pages with NaN (tests).
         page_order_seed: hand out pages in a random order (tests).
@@ -122,7 +122,9 @@ class EngineConfig:
         check_whole(ConfigError, "host_bytes", self.host_bytes, 1, MOST_BYTES)
         if self.pool_bytes is not None:
             check_whole(ConfigError, "pool_bytes", self.pool_bytes, 1, MOST_BYTES)
-        self._decide_async_scheduling()
+        if self.async_scheduling is None:
+            object.__setattr__(self, "async_scheduling", self.device == "cuda")
+        check_switch(ConfigError, "async_scheduling", self.async_scheduling)
         share = self.memory_fraction
         check_real(ConfigError, "memory_fraction", share, is_finite(share) and 0 < share <= 1, "above 0 and at most 1")
         check_whole(ConfigError, "seed", self.seed, 0, (1 << 64) - 1)
@@ -134,11 +136,3 @@ class EngineConfig:
                 f"max_batched_tokens {self.max_batched_tokens} must be above max_running {self.max_running}: every "
                 "running sequence decodes one token a step, and a prompt must still get on"
             )
-
-    def _decide_async_scheduling(self) -> None:
-        """Shards are told the tokens of a step, so somebody must know them."""
-        if self.async_scheduling is None:
-            object.__setattr__(self, "async_scheduling", self.device == "cuda" and self.shards == 1)
-        check_switch(ConfigError, "async_scheduling", self.async_scheduling)
-        if self.async_scheduling and self.shards > 1:
-            raise ConfigError(f"async_scheduling is for a model that is not split, not for {self.shards} shards")

@@ -9,9 +9,9 @@ from slora_ref.config import EngineConfig
 from slora_ref.engine.devices import open_device
 from slora_ref.engine.leader import agree
 from slora_ref.engine.opening import open_model
-from slora_ref.engine.orders import Order, batch_of, names_same_file
+from slora_ref.engine.orders import Order, batch_of, names_same_file, told_sampling
 from slora_ref.errors import AdapterError, SloraError
-from slora_ref.executor import KernelExecutor
+from slora_ref.executor import FollowingExecutor, KernelExecutor
 from slora_ref.executor.timing import milliseconds
 from slora_ref.model import LlamaModel
 from slora_ref.pager import AdapterShape, PageLayout, PageStorage
@@ -41,6 +41,7 @@ class Follower:
         dtype, host_bytes = float_dtype(self.config.dtype), self.config.host_bytes
         memory = self.device.host_memory
         self.store = AdapterStore(self.model_config, self.layout, dtype, host_bytes, allocate=memory)
+        self.executor: FollowingExecutor | None = None
 
     def make_pool(self, order: Order) -> None:
         """Takes the memory of as many pages as the leader has."""
@@ -78,15 +79,23 @@ class Follower:
         milliseconds(self.executor, order.values["parts"])
 
     def run(self, order: Order) -> None:
-        """Computes one step; the logits are the leader's business."""
+        """Starts one step, which samples the same tokens as the leader's."""
         batch = batch_of(order)
         slots = np.repeat(batch.spans.slot, batch.spans.length)
         self.pool.enter_rows(slots, batch.positions, batch.k_pages, batch.v_pages)
-        self.executor.follow(batch)
+        assert self.executor is not None, "`join` comes before `run`"
+        self.executor.follow(batch, told_sampling(order))
+
+    def finish(self) -> None:
+        """Waits for the steps that were started: shard 0 may not have read them yet."""
+        if self.executor is not None:
+            self.executor.wait()
 
 
 def follow(communicator: Communicator) -> None:
-    """Obeys shard 0 until it says stop. Whatever fails, but a load, ends the group.
+    """Obeys shard 0 until it says stop, and leaves when the steps that were started have ended.
+
+    Whatever fails, but a load, ends the group.
 
     Raises:
         ShardLost: another shard has died or failed.
@@ -104,6 +113,8 @@ def follow(communicator: Communicator) -> None:
                 except (SloraError, OSError, MemoryError) as error:
                     failure = str(error) or repr(error)
                 agree(communicator, failure)
+        if follower is not None:
+            follower.finish()
     except BaseException as error:
         communicator.fail(f"shard {communicator.shard.index} failed: {error!r}")
         raise

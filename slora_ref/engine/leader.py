@@ -17,7 +17,7 @@ import numpy as np
 from slora_ref.batch import Batch
 from slora_ref.engine.orders import Order, load_order, run_order
 from slora_ref.errors import ConfigError, LoadFailed, ShardLost, SloraError
-from slora_ref.executor import Executor, KernelExecutor, StepResult
+from slora_ref.executor import Executor, KernelExecutor, StartedStep, StepResult
 from slora_ref.executor.timing import milliseconds
 from slora_ref.ops.tape import Part
 from slora_ref.pager import PagePool
@@ -85,13 +85,13 @@ class Leader:
             return agree(self.communicator, failure)
 
     @contextlib.contextmanager
-    def or_the_group_ends(self) -> Iterator[None]:
+    def or_the_group_ends(self, upon: type[BaseException] = BaseException) -> Iterator[None]:
         """Whatever interrupts the body ends the group, since the others wait in the middle of it."""
         try:
             yield
         except ShardLost:
             raise
-        except BaseException as error:
+        except upon as error:
             self.communicator.check()  # if the group has ended, that is the cause
             self.communicator.fail(f"shard 0 failed: {error!r}")
             raise
@@ -104,8 +104,35 @@ def stop(communicator: Communicator) -> None:
     communicator.close()
 
 
+class GroupStep:
+    """A step that all shards compute.
+
+    Args:
+        leader: of the group.
+        step: shard 0's.
+    """
+
+    def __init__(self, leader: Leader, step: StartedStep) -> None:
+        self._leader, self._step = leader, step
+
+    def read(self) -> StepResult:
+        """What it brought; waits for shard 0's device, which has had the others' part of it then.
+
+        Nobody else waits for that, so who interrupts it leaves the group as it is.
+
+        Raises:
+            ShardLost: a shard has died or failed.
+        """
+        with self._leader.or_the_group_ends(upon=Exception):
+            result = self._step.read()
+            self._leader.communicator.check()  # a group that has ended lets go of its GPU: the result means nothing
+            return result
+
+
 class GroupExecutor:
-    """Has every shard compute each step; the tokens are those that shard 0 samples.
+    """Has every shard compute each step, and sample the same tokens from the same logits.
+
+    So a step can be told and started before the one before it is read, as without shards.
 
     Args:
         leader: of the group.
@@ -126,17 +153,15 @@ class GroupExecutor:
         self._leader.tell(Order("time", {"parts": list(parts)}))
         return milliseconds(self._executor, parts)
 
-    def start(self, batch: Batch, sampling: Sampling) -> StepResult:
-        """Computes one step.
+    def start(self, batch: Batch, sampling: Sampling) -> GroupStep:
+        """Starts one step on all shards.
 
         Raises:
             ShardLost: a shard has died or failed.
         """
-        self._leader.tell(run_order(batch))
+        self._leader.tell(run_order(batch, sampling))
         with self._leader.or_the_group_ends():
-            result = self._executor.start(batch, sampling).read()
-            self._leader.communicator.check()  # a group that has ended lets go of its GPU: the result means nothing
-            return result
+            return GroupStep(self._leader, self._executor.start(batch, sampling))
 
 
 class GroupLoader:

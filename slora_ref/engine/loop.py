@@ -99,11 +99,13 @@ class EngineLoop:
             started = self.executor.start(batch, sampling_of([item.sequence for item in work if item.samples]))
             self._under_way.append(UnderWay.of(started, work))
             self._retire(work)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  it is raised below
             self._fail(work, error)
-            self._read()  # what the step has left of the samples of the one before, nobody knows
-            if _ends_more_than_a_step(error):
-                raise
+            try:
+                self._read()  # what the step has left of the samples of the one before, nobody knows
+            finally:
+                if _ends_more_than_a_step(error):
+                    raise error  # also if it has ended a group of shards, of whom no step can be read any more
         else:
             self._read(all_but=1 if late else 0)
 

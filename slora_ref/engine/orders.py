@@ -1,9 +1,10 @@
 """Orders: what the leading shard tells the others, as bytes. Integers, weights' places, and texts; never code.
 
 `open` says where the weights come from and the engine's options, `pool` the size of the pool; `join` makes the model,
-once every shard has its memory. `load` says where an adapter lies and the pages it goes to, `run` is a batch, `stop`
-ends it; `time` repeats parts of the last step for a measurement. Nothing is told of a page that is freed or of a
-request that ends: a batch names every page that matters, so shards cannot come to differ.
+once every shard has its memory. `load` says where an adapter lies and the pages it goes to, `run` is a batch and how to
+sample, so that every shard finds the same tokens; `stop` ends it; `time` repeats parts of the last step for a
+measurement. Nothing is told of a page that is freed or of a request that ends: a batch names every page that matters,
+so shards cannot come to differ.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from slora_ref.batch import Batch
 from slora_ref.checkpoint.fingerprint import Fingerprint
 from slora_ref.ops import Segments, Spans
 from slora_ref.pager import PagePool
+from slora_ref.sampler import Sampling
 from slora_ref.shapes import Array
 from slora_ref.store import AdapterVersion
 
@@ -77,12 +79,24 @@ ROWS = ("token_ids", "positions", "k_pages", "v_pages", "logit_rows", "sampled")
 """The arrays of a batch that stand alone; beside them are those of segments and spans."""
 
 
-def run_order(batch: Batch) -> Order:
-    """The order to compute one step."""
+def run_order(batch: Batch, sampling: Sampling) -> Order:
+    """The order to compute one step, and to sample as shard 0 does."""
     arrays = {name: getattr(batch, name) for name in ROWS}
     arrays |= {f"segments.{name}": array for name, array in vars(batch.segments).items()}
     arrays |= {f"spans.{name}": array for name, array in vars(batch.spans).items()}
+    arrays |= {f"sampling.{name}": _numbers(value) for name, value in vars(sampling).items()}
     return Order("run", {"wants_logits": batch.wants_logits}, arrays)
+
+
+def _numbers(values: Array | tuple[int, ...]) -> Array:
+    """Seeds and positions, of up to 64 bits without a sign, as arrays like the rest."""
+    return np.array(values, np.uint64) if isinstance(values, tuple) else values
+
+
+def told_sampling(order: Order) -> Sampling:
+    """How to sample, by a run order."""
+    numbers: dict[str, Any] = {part.name: order.arrays[f"sampling.{part.name}"] for part in fields(Sampling)}
+    return Sampling(**numbers | {name: tuple(numbers[name].tolist()) for name in ("seeds", "positions")})
 
 
 def batch_of(order: Order) -> Batch:

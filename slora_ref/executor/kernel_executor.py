@@ -59,31 +59,31 @@ class KernelExecutor:
 
         Logits that somebody reads are waited for: the next step writes its own in their place.
         """
-        staged, kept = self._stage(batch, sampling), None
-        if len(batch.logit_rows):
-            logits = self._compute(staged)
-            kept = self.ops.fetch(logits[: len(batch.logit_rows)]) if batch.wants_logits else None
-        else:
-            self._layers(staged)
+        staged, logits = self._launch(batch, sampling)
+        kept = self.ops.fetch(logits) if batch.wants_logits and logits is not None else None
         self._hosts.rotate()
         ended = self.ops.download(self._hosts[0], self._samples)
         return KernelStep(batch.sampled, self._hosts[0], staged.sent, ended, kept)
 
-    def follow(self, batch: Batch) -> None:
-        """Computes a step on a shard that does not lead: the tokens are not its business."""
-        staged = self._stage(batch, likeliest(len(batch.sampled)))
-        if len(batch.logit_rows):
-            self._compute(staged)
-        else:
-            self._layers(staged)
+    def follow(self, batch: Batch, sampling: Sampling) -> None:
+        """Starts a step on a shard that does not lead: its host reads nothing of it."""
+        self._launch(batch, sampling)
 
-    def _stage(self, batch: Batch, sampling: Sampling) -> Staged:
-        self.ops.use()
-        own = replace(batch, token_ids=self.model.own_tokens(batch.token_ids))
-        self.kept.valid_for(self.tables.shape)
-        return self.staging.stage(own, sampling)
+    def wait(self) -> None:
+        """Waits for all steps: a copy comes after them."""
+        self.ops.fetch(self._samples)
 
     # --- what the device does ---
+
+    def _launch(self, batch: Batch, sampling: Sampling) -> tuple[Staged, Float[Array, "logits vocab"] | None]:
+        """Starts a step; with the logits, if any are wanted."""
+        self.ops.use()
+        self.kept.valid_for(self.tables.shape)
+        staged, wanted = self.staging.stage(batch, sampling), len(batch.logit_rows)
+        if wanted:
+            return staged, self._compute(staged)[:wanted]
+        self._layers(staged)
+        return staged, None
 
     def _compute(self, staged: Staged) -> Float[Array, "logits vocab"]:
         """The whole step; from its second time on as one graph, if it is nothing but decode."""
@@ -107,7 +107,7 @@ class KernelExecutor:
     def _launch_layers(self, staged: Staged, targets: frozenset[int]) -> Float[Array, "rows hidden"]:
         """Enters the step's tokens and pages, looks its adapters up, and runs the layers."""
         ops, arrays, tables = self.ops, staged.arrays, self.tables
-        ops.enter_tokens(arrays.token_ids, self._samples)
+        ops.enter_tokens(arrays.token_ids, self._samples, self.model.own_vocab)
         ops.enter_pages(tables.sequence_pages, arrays.slots, arrays.positions, arrays.k_pages, arrays.v_pages)
         plan, places = staged.lora, (arrays.row_slots, arrays.tile_slots, arrays.tiles, arrays.counts, arrays.adapters)
         segments = ops.lora_step(staged.segments, plan, tables.adapters, *places, tables.max_rank, targets)

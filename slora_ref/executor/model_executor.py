@@ -35,7 +35,9 @@ class ModelExecutor:
         entered[unread] = self._sampled[-1 - token_ids[unread]]
         return entered
 
-    def follow(self, batch: Batch) -> None:
-        """Computes a step on a shard that does not lead: the tokens are not its business."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.model.forward(batch)
+    def follow(self, batch: Batch, sampling: Sampling) -> None:
+        """The same, on a shard that does not lead."""
+        self.start(batch, sampling)
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""

@@ -54,6 +54,14 @@ class Executor(Protocol):
 class FollowingExecutor(Protocol):
     """Runs batches on a shard that does not lead."""
 
-    def follow(self, batch: Batch) -> None:
-        """Computes one step."""
+    def follow(self, batch: Batch, sampling: Sampling) -> None:
+        """Starts one step, or computes it at once.
+
+        It samples as the leading shard does, from the same logits: so the tokens that the next batch has placeholders
+        for are known here, too, and none has to be sent.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Waits for the steps that were started: until then the other shards need this one."""
         ...

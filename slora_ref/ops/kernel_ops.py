@@ -61,9 +61,15 @@ class KernelOps(KernelLora, KernelAttention):
         self.run("gather_rows", row_arguments.gather_rows(out, weight, self.put("ids", ids, np.int32)))
         return out
 
-    def enter_tokens(self, token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"]) -> None:
-        """Puts the tokens that the step before has sampled in place of their placeholders: -1 - i for the i-th."""
-        self.run("enter_tokens", row_arguments.enter_tokens(token_ids, sampled), np.float32)
+    def enter_tokens(self, token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"], own: slice) -> None:
+        """The tokens that the step before has sampled in place of their placeholders, -1 - i for the i-th.
+
+        Then of all tokens what LlamaModel.own_tokens says.
+
+        Args:
+            own: the tokens whose embedding this shard has.
+        """
+        self.run("enter_tokens", row_arguments.enter_tokens(token_ids, sampled, own), np.float32)
 
     def join_columns(self, parts: Float[Array, "shards rows part"]) -> Float[Array, "rows columns"]:
         """A copy of each part; a shard alone has nothing to join."""

@@ -65,13 +65,15 @@ def gather_rows(
     }
 
 
-def enter_tokens(token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"]) -> Arguments:
-    """enter_tokens: the tokens that the step before has sampled, in place of their placeholders."""
+def enter_tokens(token_ids: Int[Array, " rows"], sampled: Int[Array, "two most"], own: slice) -> Arguments:
+    """enter_tokens: the tokens that the step before has sampled, in place of their placeholders; then rows of `own`."""
     return {
         "token_ids": check_array("token_ids", token_ids, np.int32, (None,)),
         "sampled": check_array("sampled", sampled, np.int32, (2, None)),
         "rows": np.int32(len(token_ids)),
         "most": np.int32(sampled.shape[1]),
+        "first": np.int32(own.start),
+        "own": np.int32(own.stop - own.start),
     }
 
 
