@@ -4,8 +4,8 @@
 //           not finite
 // arrays: token_ids [rows]; sampled [2, most]: tokens, and whether their logits were finite
 // map: a thread owns a row
-// new here: the first rung; the host need not read a token to feed it back. A model that is not split owns all tokens
-// limits: none; a row that has been replaced must be written anew before the next time
+// new here: the first rung; the host need not read a token to feed it back
+// limits: none; a model that is not split owns all tokens
 #include "device.h"
 
 extern "C" __global__ void enter_tokens_1_naive(int* token_ids, const int* sampled, int rows, int most, int first,

@@ -245,7 +245,6 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("sampled[-1 - token] : 0", "sampled[-1 - token] : 1"),
         ("token >= first &&", ""),
         ("&& token < first + own", ""),
-        ("token < first + own", "token <= first + own"),
         ("? token - first", "? token"),
     ],
     "enter_pages_1_naive": [

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from conftest import missing_gpu
 from lone import LoneShard, be_alone, be_alone_on_a_gpu
-from serving import ADAPTERS, CONFIG, adapter_folder, model_folder, new_engine, reference_logits, run_to_end
+from serving import (
+    ADAPTERS,
+    CONFIG,
+    adapter_folder,
+    assert_right,
+    model_folder,
+    new_engine,
+    reference_logits,
+    run_to_end,
+)
 
 from slora_ref import Engine, EngineConfig, SamplingParams
 from slora_ref.checkpoint import float_dtype
@@ -24,6 +33,12 @@ from slora_ref.tp.communicator import Alone
 PARAMS = SamplingParams(max_tokens=6, keep_logits=True, ignore_eos=True)
 TOLERANCE = {"float32": 1e-4, "float16": 0.02}  # of the largest logit
 DEADLINE = 10.0
+LATE = [
+    [[*range(3, 9 + i)] for i in range(12)],
+    [SamplingParams(max_tokens=9, temperature=heat, seed=3, ignore_eos=True) for heat in (0.0, 1.2)] * 6,
+    [*ADAPTERS] * 2,
+]
+"""Prompts, parameters and adapters of requests that read no logits, as Engine.generate takes them."""
 ASKS = [("x", [5, 6, 7]), (None, [5, 6, 7]), ("z", [*range(20)]), ("layers", [1, 2]), ("o", [3]), ("qv", [4] * 9)]
 
 
@@ -91,6 +106,7 @@ def lone_answers(engine: Engine) -> list[tuple[list[int], np.ndarray]]:
     for _ in range(2):
         numbers = [engine.add_request(prompt, PARAMS, name) for name, prompt in ASKS]
         done = run_to_end(engine)
+        assert not [done[n].error for n in numbers if done[n].error]
         found += [(list(done[n].token_ids), np.array(done[n].logits)) for n in numbers]
     return found
 
@@ -119,6 +135,18 @@ def test_a_shard_alone_computes_on_a_gpu_what_it_does_in_numpy(
     assert bool(executor.kept.graphs) != eager
     assert np.abs(got[0][1][0] - got[1][1][0]).max() > 0.1, "an adapter would not be missed"
     assert engine.executor.milliseconds(("lora", "lora_communication")) > 0, "parts of a step are captured, too"
+
+
+def test_a_shard_alone_answers_late_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is started before the tokens of the one before are read; greedy and drawn ones."""
+    be_alone(monkeypatch)
+    found = []
+    for on in ("cpu", "cuda"):
+        engine = new_engine({name: name for name in ADAPTERS}, on=on, shards=2)
+        assert engine.scheduler.config.async_scheduling == (on == "cuda")
+        found.append([(done.token_ids, done.error) for done in engine.generate(*LATE)])
+        be_alone_on_a_gpu(monkeypatch)
+    assert found[0] == found[1]
 
 
 def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,21 +183,34 @@ def test_two_gpus_serve_as_the_dense_model_says(dtype: str, eager: bool, overlap
     for _ in range(2):  # the second time by captured graphs
         names = {engine.add_request(prompt, PARAMS, name): name for name, prompt in ASKS}
         for number, done in run_to_end(engine).items():
+            assert done.error is None, done.error
+            assert len(done.token_ids) == PARAMS.max_tokens
             want = reference_logits(names[number], (*done.prompt_ids, *done.token_ids))[: len(done.logits)]
-            assert done.error is None and len(done.token_ids) == PARAMS.max_tokens
             assert np.abs(np.array(done.logits) - want).max() < 0.02 * np.abs(want).max()
 
 
 @needs_two
+def test_two_gpus_answer_late_as_the_dense_model_says() -> None:
+    """No token is sent: both GPUs sample the same ones. The second time by captured graphs."""
+    engine = two_gpus("float32")
+    for _ in range(2):
+        for done, params, name in zip(engine.generate(*LATE), *LATE[1:], strict=True):
+            assert_right(done, name, params)
+
+
+@needs_two
 def test_a_process_that_dies_ends_the_group_though_its_gpu_is_waited_for() -> None:
-    engine = two_gpus()
+    engine, params = two_gpus(), SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.generate([[5, 6, 7]] * 4, params, "x")
     for _ in range(4):
-        engine.add_request([5, 6, 7], PARAMS, "x")
-    engine.step()
+        engine.add_request([5, 6, 7], params, "x")
+    for _ in range(9):
+        engine.step()
+    assert engine._under_way
     engine.executor._leader.communicator._processes[0].kill()
     started = time.monotonic()
     with pytest.raises(ShardLost):
         while True:
             engine.step()
-            engine.add_request([5], PARAMS)
+            engine.add_request([5], params)
     assert time.monotonic() - started < DEADLINE

@@ -93,12 +93,13 @@ def _open(options: DecodeOptions, mode: str) -> Engine:
 def measure(
     engine: Engine, case: DecodeCase, options: DecodeOptions, tflops: float, mode: str = MODES[0]
 ) -> dict[str, Any]:
-    """Serves one batch to the end; `mode` is the engine's."""
+    """Serves one batch to the end; `mode` is the engine's. Its adapters come first, so that no request joins late."""
     params = SamplingParams(max_tokens=options.output, ignore_eos=True)
     vocab = case.config.vocab_size
-    for i in range(case.batch):
-        prompt = [(31 * i + 7 * j) % vocab for j in range(options.prompt)]
-        engine.add_request(prompt, params, str(i % case.adapters) if case.adapters else None)
+    names = [str(i % case.adapters) if case.adapters else None for i in range(case.batch)]
+    engine.generate([[0]] * case.batch, SamplingParams(max_tokens=1), names)
+    for i, name in enumerate(names):
+        engine.add_request([(31 * i + 7 * j) % vocab for j in range(options.prompt)], params, name)
     times: list[float] = []
     parts: dict[str, float] = {}
     while engine.has_work:
