@@ -555,13 +555,21 @@ def kept_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float
     return [i for i, sum_before in zip(kept, before, strict=True) if top_p >= 1 or sum_before < top_p * sum(weights)]
 
 
-def threshold_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False) -> Case:
-    """A case of sample_threshold: the set that (order, ties) leave is what a sort leaves."""
+def threshold_case(
+    dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False, lost: bool = False
+) -> Case:
+    """A case of sample_threshold: the set that (order, ties) leave is what a sort leaves.
+
+    Args:
+        lost: the last row is all NaN; argmax says of such a row that `vocab` is its largest.
+    """
     logits, how = sampling_rows(seed, rows, vocab, gap, ties)
     token, keep = logits.argmax(axis=1).astype(np.int32), np.full((rows, 2), -9, np.int32)
     want, greedy = np.zeros((rows, vocab)), np.repeat(how["temperature"][:, None] == 0, 2, axis=1)
     for row in np.flatnonzero(how["temperature"]):
         want[row, kept_tokens(logits[row], how["temperature"][row], how["top_k"][row], how["top_p"][row])] = 1
+    if lost:
+        logits[-1], token[-1], want[-1], greedy[-1] = np.nan, vocab, np.nan, True
 
     def sets(after: dict[str, Any]) -> dict[str, np.ndarray]:
         order, (least, ties) = order_of(after["logits"]), after["keep"].view(np.uint32).T[..., None]
@@ -574,14 +582,18 @@ def threshold_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, t
     return Case("sample_threshold", dtype, arguments, {"kept": want}, sets, {"keep": greedy})
 
 
-def draw_case(dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False) -> Case:
-    """A case of sample_draw: NumPy's Philox points at a token of the running sum."""
+def draw_case(
+    dtype: str, seed: int, rows: int, vocab: int, gap: int = 0, ties: bool = False, lost: bool = False
+) -> Case:
+    """A case of sample_draw: NumPy's Philox points at a token of the running sum; lost: see threshold_case."""
     logits, how = sampling_rows(seed, rows, vocab, gap, ties)
     rng = np.random.default_rng(seed)
     seeds, positions = rng.integers(0, 1 << 64, rows, np.uint64), rng.integers(0, 9999, rows).astype(np.uint64)
     token, keep = logits.argmax(axis=1).astype(np.int32), np.zeros((rows, 2), np.uint32)
+    if lost:
+        logits[-1], token[-1] = np.nan, vocab
     want = token.astype(np.float64)
-    for row in np.flatnonzero(how["temperature"]):
+    for row in np.flatnonzero((how["temperature"] > 0) & (token < vocab)):
         heat = how["temperature"][row]
         kept = kept_tokens(logits[row], heat, how["top_k"][row], how["top_p"][row])
         order = order_of(logits[row])

@@ -204,11 +204,13 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
         "sample_threshold": lambda: [
             cases.threshold_case(dtype, 1, 7, 1100, 3),
             cases.threshold_case(dtype, 2, 7, 90, 0, True),
+            cases.threshold_case(dtype, 3, 6, 70, lost=True),
         ],
         "sample_draw": lambda: [
             cases.draw_case(dtype, 1, 7, 2100, 3),
             cases.draw_case(dtype, 2, 40, 90, 0, True),
             cases.draw_case(dtype, 3, 40, 2100, 0, True),
+            cases.draw_case(dtype, 4, 6, 70, lost=True),
         ],
         "load_pages": lambda: [
             cases.load_case(dtype, 1, 3, 5, 101),
