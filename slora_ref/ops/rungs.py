@@ -149,7 +149,6 @@ RUNGS: Mapping[str, Rung] = {
     "enter_tokens_1_naive": Rung(128, lambda s: (_blocks(s.rows, 128), 1, 1), dtypes=("float32",)),
     "enter_pages_1_naive": Rung(128, lambda s: (_blocks(s.rows, 128), 1, 1), dtypes=("float32",)),
     "sample_threshold_1_bisection": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),
-    "sample_threshold_2_narrowing": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),
     "sample_draw_1_philox": Rung(1024, lambda s: (s.rows, 1, 1), dtypes=("float32",)),
     "argmax_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 12 * 128),
     "argmax_2_vector": Rung(512, lambda s: (s.rows, 1, 1)),
