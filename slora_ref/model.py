@@ -121,8 +121,8 @@ class LlamaModel:
     ) -> Float[Array, "rows d_out"]:
         """xW + s (xA) B for the targets of a group.
 
-        Where the model is split, xA and its message are a branch that may run beside xW: the message is small, and what
-        it takes is the time until all shards have come to it.
+        Where the model is split, xA and its message may come beside xW: the message is small, and what it takes is the
+        time until all shards have come to it.
 
         Args:
             d_outs: columns of each target; None: one target, whose B is added to this shard's columns of the sum.
@@ -132,10 +132,10 @@ class LlamaModel:
         if self.communicator.shard.count == 1:
             y, t = ops.linear(x, weight, bias), ops.lora_shrink(x, *place)
         else:
-            with ops.branch():
-                t = self._from_all_shards(ops.lora_shrink(x, *place), batch, group)
-            y = ops.linear(x, weight, bias)
-            ops.join()
+            y, t = ops.with_message(
+                lambda: ops.linear(x, weight, bias),
+                lambda: self._from_all_shards(ops.lora_shrink(x, *place), batch, group),
+            )
         if d_outs is None:
             ops.lora_expand(y[:, self._own], t, *place, (self._own.stop - self._own.start,))
         else:

@@ -65,11 +65,13 @@ class LateBranch(FixedMemory):
             work()
 
 
-def engine_on(backend: type[HostOps], monkeypatch: pytest.MonkeyPatch, shards: int = 2) -> Engine:
+def engine_on(
+    backend: type[HostOps], monkeypatch: pytest.MonkeyPatch, shards: int = 2, overlap: bool = True
+) -> Engine:
     """An engine with every adapter, whose shards compute by kernels on this backend."""
 
     def on_kernels(config: EngineConfig, _: Shard) -> KernelDevice:
-        return KernelDevice(config, backend(np.float32, kernels=OneAtATime(), shards=config.shards))
+        return KernelDevice(config, backend(np.float32, kernels=OneAtATime(), shards=config.shards, overlap=overlap))
 
     for module in ("build", "follower"):
         monkeypatch.setattr(f"slora_ref.engine.{module}.open_device", on_kernels)
@@ -136,6 +138,20 @@ def test_a_branch_in_which_nothing_is_done_is_none(monkeypatch: pytest.MonkeyPat
             pass
         ops.join()
     assert not tape.work
+
+
+def test_without_overlap_messages_are_behind_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And right before what reads both; no branch, behind which nothing may start early. The same bits."""
+    beside = answers(engine_on(FixedMemory, monkeypatch))
+    assert answers(engine_on(FixedMemory, monkeypatch, overlap=False)) == beside
+    be_alone(monkeypatch)
+    engine = engine_on(HostOps, monkeypatch, overlap=False)
+    answers(engine)
+    found = " ".join(parts_of_a_step(engine))
+    for part in ("rest", "attention"):
+        found = found.replace(f"{part} ", "")
+    layer = "gemm lora lora_communication lora lora gemm lora lora_communication lora communication "
+    assert f"communication {layer * 2 * CONFIG.num_layers}" in found
 
 
 def test_one_shard_has_no_branches(monkeypatch: pytest.MonkeyPatch) -> None:

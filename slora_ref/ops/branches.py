@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
+
+Product = TypeVar("Product")
+Message = TypeVar("Message")
 
 
 class NoBranches:
     """What a backend without streams does."""
 
-    @contextmanager
-    def branch(self) -> Iterator[None]:
-        """What is done within may run beside what is done after it, up to `join`; here it does not."""
-        yield
-
-    def join(self) -> None:
-        """What is done from here on waits for the branch."""
+    def with_message(self, product: Callable[[], Product], message: Callable[[], Message]) -> tuple[Product, Message]:
+        """A product, and a message beside which it may be computed; here the message comes after it."""
+        return product(), message()

@@ -32,7 +32,7 @@ class CudaOps(CudaLoads):
     Args:
         dtype, rungs, max_rank, shards: see KernelOps.
         kernels: compiles and launches; default: the project's kernels.
-        overlap: branches have a stream of their own; else they come in sequence with all else.
+        overlap: messages go beside products, on a stream of their own; else in sequence with all else.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class CudaOps(CudaLoads):
         self.kernels, self.cublas = kernels or CudaKernels(), Cublas()
         self.cublas.use_current_stream()
         self.stream, self.side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
-        self.branch_stream = cupy.cuda.Stream(non_blocking=True) if overlap else self.stream
+        self.overlaps = overlap
+        self.branch_stream = cupy.cuda.Stream(non_blocking=True)
         self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self._memory: dict[tuple[str, str], Any] = {}
         self._zero_rows = cupy.zeros(0, np.int32)
@@ -133,16 +134,12 @@ class CudaOps(CudaLoads):
         return self._on(self.branch_stream)
 
     def begin_branch(self) -> None:
-        """The branch's stream waits for the main one; one after the other, nothing has to."""
-        if self.branch_stream == self.stream:
-            return
+        """The branch's stream waits for the main one."""
         self._forked.record(self.stream)
         self.branch_stream.wait_event(self._forked)
 
     def end_branch(self) -> None:
         """The main stream waits for the branch's."""
-        if self.branch_stream == self.stream:
-            return
         self._joined.record(self.branch_stream)
         self.stream.wait_event(self._joined)
 

@@ -51,6 +51,7 @@ class HostOps(KernelOps):
         dtype, rungs, max_rank, shards: see KernelOps.
         kernels: compiles and runs; default: the project's kernels, with the usual cache.
         order, seed: in which the threads of a block run, see HostKernels.run.
+        overlap: as on a GPU; but here what is said first is done first.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class HostOps(KernelOps):
         order: str = "forward",
         seed: int = 0,
         shards: int = 1,
+        overlap: bool = False,
     ) -> None:
         super().__init__(dtype, rungs, max_rank, shards)
+        self.overlaps = overlap
         self.kernels, self.order, self.seed = kernels or HostKernels(), order, seed
 
     def prepare(self, launch: Launch) -> Work:

@@ -6,13 +6,14 @@ A subclass provides a few methods. Memory comes from `empty`, so that a backend 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from slora_ref.ops.branches import Message, Product
 from slora_ref.ops.ladder import fastest, make_launch, operation_of
 from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
@@ -20,9 +21,9 @@ from slora_ref.ops.tables import Segments, Spans
 from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
 from slora_ref.shapes import Array
 
-ALONE = ("lora_lookup", "branch")
-"""Behind these no kernel starts early: what the first wrote is read before all else, and an early start would wait for
-the kernel before it in its own branch alone."""
+ALONE = ("lora_lookup", "branch", "communication", "lora_communication")
+"""Behind these no kernel starts early: what the first wrote is read before all else, an early start would wait for the
+kernel before it in its own branch alone, and whether messages are launches is their carrier's business."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,12 @@ class KernelBackend(ABC):
     Args:
         dtype: of storage.
         rungs: the kernel to use for an operation, where it is not the fastest.
+
+    Attributes:
+        overlaps: whether messages have a branch of their own.
     """
+
+    overlaps = False
 
     def __init__(self, dtype: Any, rungs: Mapping[str, str] | None = None) -> None:
         self.dtype = np.dtype(dtype)
@@ -186,6 +192,17 @@ class KernelBackend(ABC):
         """Work within goes beside the steps to come, and after all that was started before."""
 
     # --- branches ---
+
+    def with_message(self, product: Callable[[], Product], message: Callable[[], Message]) -> tuple[Product, Message]:
+        """A product, and a message: in a branch beside it, or behind it. Then what reads both comes next, and may start
+        early, which a branch does not allow."""
+        if not self.overlaps:
+            return product(), message()
+        with self.branch():
+            received = message()
+        made = product()
+        self.join()
+        return made, received
 
     @contextmanager
     def branch(self) -> Iterator[None]:
