@@ -13,7 +13,7 @@ from collections import OrderedDict
 from slora_ref.errors import LoadFailed
 from slora_ref.ops import KernelOps
 from slora_ref.ops.device_tables import DeviceTables
-from slora_ref.ops.kernel_backend import Ticket
+from slora_ref.ops.ticket import Ticket
 from slora_ref.pager import PagePool, PageStorage
 from slora_ref.prefetch import failure_of
 from slora_ref.shapes import Array, Float

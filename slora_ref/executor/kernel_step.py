@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slora_ref.executor.result import StepResult
-from slora_ref.ops.kernel_backend import Ticket
+from slora_ref.ops.ticket import Ticket
 from slora_ref.shapes import Array, Float, Int
 
 

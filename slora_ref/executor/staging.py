@@ -14,8 +14,8 @@ import numpy as np
 
 from slora_ref.batch import Batch
 from slora_ref.ops import KernelOps, Segments, Spans
-from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.plan import AttentionPlan, LoraPlan, plan_attention
+from slora_ref.ops.ticket import Ticket
 from slora_ref.sampler import Sampling
 from slora_ref.shapes import Array, Int
 

@@ -41,7 +41,12 @@ class StepCommunicator(Communicator):
         return gathered
 
     def _do(self, collective: Collective, move: Callable[[], int], purpose: Purpose) -> None:
-        """Moves, and counts: a graph that repeats the move does not count."""
+        """Moves, and counts: a graph that repeats the move does not count.
+
+        The first time (only that comes by here) the host waits for the end. What is launched for the first time may
+        have to be loaded by the driver, which can wait for all that runs on a GPU: so nothing must run there that waits
+        for another shard.
+        """
         sent = 0
 
         def work() -> None:
@@ -49,6 +54,7 @@ class StepCommunicator(Communicator):
             sent = move()
 
         self._ops.do(PARTS[purpose], self._ops.from_here(work))
+        self._ops.settle()
         self._ops.note(lambda: self.counts.add(collective, sent, purpose))
 
     def reduce(self, x: Shaped[Array, " ..."]) -> int:

@@ -129,6 +129,10 @@ class CudaOps(CudaLoads):
         """Makes the main stream current: what CuPy takes for it belongs to a thread, not to an engine."""
         self.stream.use()
 
+    def settle(self) -> None:
+        """On the stream that is current now."""
+        cupy.cuda.get_current_stream().synchronize()
+
     def in_branch(self) -> AbstractContextManager[None]:
         """On a stream of its own; a capture of the main stream takes it in, as it begins and ends there."""
         return self._on(self.branch_stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cupy
 
-from slora_ref.ops.kernel_backend import Ticket
+from slora_ref.ops.ticket import Ticket
 
 
 class Passed(Ticket):

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from slora_ref.ops.host_kernels import HostKernels
-from slora_ref.ops.kernel_backend import Ticket
 from slora_ref.ops.kernel_ops import KernelOps
 from slora_ref.ops.launch import Launch
 from slora_ref.ops.stacks import multiply_stacks
 from slora_ref.ops.tape import Replayed, Tape, Work
+from slora_ref.ops.ticket import Ticket
 from slora_ref.shapes import Array, Float
 
 
@@ -131,6 +131,9 @@ class HostOps(KernelOps):
     def from_here(self, work: Work) -> Work:
         """There is one place."""
         return work
+
+    def settle(self) -> None:
+        """All is done when it is started."""
 
     def use(self) -> None:
         """There is nothing but the host."""

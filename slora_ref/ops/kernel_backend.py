@@ -19,6 +19,7 @@ from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
 from slora_ref.ops.tables import Segments, Spans
 from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
+from slora_ref.ops.ticket import Ticket
 from slora_ref.shapes import Array
 
 ALONE = ("lora_lookup", "branch", "communication", "lora_communication")
@@ -72,31 +73,6 @@ class AttentionStep(Spans):
     queries: Array
     tiles: Array
     sequence_pages: Array
-
-
-class Ticket(ABC):
-    """Whether something that was started has ended."""
-
-    @property
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it has ended; never waits."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Waits for its end."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """What is measured starts here, in the order of what is started."""
-
-    @abstractmethod
-    def seconds(self) -> float:
-        """How long it took from `begin`, after its end."""
-
-    @abstractmethod
-    def seconds_since(self, earlier: Ticket) -> float:
-        """From the end of what was started earlier to the end of this, after both."""
 
 
 class KernelBackend(ABC):
@@ -170,6 +146,10 @@ class KernelBackend(ABC):
     @abstractmethod
     def use(self) -> None:
         """What this thread starts from here on goes to this backend, whichever it has worked with before."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits for what has been started where work goes now."""
 
     @abstractmethod
     def in_branch(self) -> AbstractContextManager[None]:
