@@ -124,7 +124,7 @@ def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.Monkey
     again = engine.add_request([5, 6, 7], PARAMS, "x")
     assert_right(run_to_end(engine)[again], "x", PARAMS)
     assert len(replays) == shards and {len(tape.work) for tape in replays} == {len(replays[0].work)}
-    assert {part for part, _ in replays[0].work} == {"communication", "lora_communication", "branch"}
+    assert {part for part, _ in replays[0].work} == {"communication", "lora_communication"}
 
 
 def test_random_weights_are_the_same_on_any_number_of_shards() -> None:
