@@ -30,8 +30,8 @@ class EngineConfig:
             started by the engine; "mpi": processes started by mpirun, on the CPU, or with a GPU each and NCCL; "auto":
             threads on the CPU, nccl on GPUs.
         overlap_lora: on several GPUs, LoRA's first product and its message run on a stream of their own beside the base
-            model's product (paper section 6), not before it. Off until a run on GPUs has shown it right: see
-            tests/gpu/two_gpus.sh.
+            model's product (paper section 6), not between it and what reads both. Off, since on two H200s a decode step
+            of a 13B shape took longer with it: see tests/gpu/two_gpus.sh.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.

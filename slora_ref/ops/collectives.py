@@ -43,9 +43,9 @@ class StepCommunicator(Communicator):
     def _do(self, collective: Collective, move: Callable[[], int], purpose: Purpose) -> None:
         """Moves, and counts: a graph that repeats the move does not count.
 
-        The first time (only that comes by here) the host waits for the end. What is launched for the first time may
-        have to be loaded by the driver, which can wait for all that runs on a GPU: so nothing must run there that waits
-        for another shard.
+        The first time (only that comes by here) the host waits for what is before and for the end. What is launched for
+        the first time may have to be loaded by the driver, which waits for all that runs on the GPU, and CUDA's
+        documentation warns of that: so nothing must run there that waits for another shard.
         """
         sent = 0
 
@@ -53,6 +53,7 @@ class StepCommunicator(Communicator):
             nonlocal sent
             sent = move()
 
+        self._ops.settle()
         self._ops.do(PARTS[purpose], self._ops.from_here(work))
         self._ops.settle()
         self._ops.note(lambda: self.counts.add(collective, sent, purpose))
