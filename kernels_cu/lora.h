@@ -116,31 +116,50 @@ HELPER void pair_up(unsigned (&b)[4][2]) {
         b[q / 2][q % 2] = q / 2 % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
     }
 }
+HELPER unsigned pair(float a, float b) {  // two neighbouring numbers
+    return to_num(a).bits | static_cast<unsigned>(to_num(b).bits) << 16;
+}
+HELPER float power_of_two(int exponent) {  // of a normal number
+    unsigned bits = (exponent + 127) << 23;
+#if ON_DEVICE
+    return __uint_as_float(bits);
+#else
+    return bits_of<float>(bits);
+#endif
+}
+HELPER int exponent_of(float x) {  // of a power of two that brings x > 0 below 2, or below 4 at the very end
+#if ON_DEVICE
+    int biased = __float_as_uint(x) >> 23;
+#else
+    int biased = bits_of<unsigned>(x) >> 23;
+#endif
+    return min(max(biased - 127, -126), 126);
+}
 // t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each
 // row divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. For all
-// THREADS of a block. load(from, count): up to four numbers, zeros beyond count.
-template <int THREADS = 256, class Load>
+// THREADS of a block, ROWS rows at a time of a thread. load(from, count): up to four numbers, zeros beyond count.
+template <int THREADS = 256, int ROWS = 2, class Load>
 HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int count, int tall, int ranks, int deep,
                     int row_stride, int splits, long long split_stride, float scale) {
     int wide = deep <= 32 ? 8 : deep <= 64 ? 16 : 32, j = threadIdx.x % wide * 4;  // threads of a row; four ranks each
-    for (int first = threadIdx.x / wide; first < tall; first += 2 * THREADS / wide) {  // two rows at a time
-        float sums[2][4] = {};
-        for (int split = 0; split < splits; split += 4) {  // and four splits
-            float4 part[8];
+    for (int first = threadIdx.x / wide; first < tall; first += ROWS * THREADS / wide) {
+        float sums[ROWS][4] = {};
+        for (int split = 0; split < splits; split += 4) {  // four splits at a time
+            float4 part[4 * ROWS];
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                int row = first + k % 2 * THREADS / wide;
-                const float* at = from + (split + k / 2) * split_stride + row * static_cast<long long>(row_stride) + j;
-                part[k] = load(at, split + k / 2 < splits && row < count ? ranks - j : 0);
+            for (int k = 0; k < 4 * ROWS; k++) {
+                int row = first + k % ROWS * THREADS / wide;
+                const float* at = from + (split + k / ROWS) * split_stride + row * static_cast<long long>(row_stride) + j;
+                part[k] = load(at, split + k / ROWS < splits && row < count ? ranks - j : 0);
             }
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                float(&sum)[4] = sums[k % 2];
+            for (int k = 0; k < 4 * ROWS; k++) {
+                float(&sum)[4] = sums[k % ROWS];
                 sum[0] += part[k].x, sum[1] += part[k].y, sum[2] += part[k].z, sum[3] += part[k].w;
             }
         }
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
+        for (int k = 0; k < ROWS; k++) {
             int row = first + k * THREADS / wide;
             float largest = 0;
             for (int i = 0; i < 4; i++) {
@@ -148,17 +167,18 @@ HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int co
                 largest = fmaxf(largest, fabsf(sums[k][i]));
             }
             for (int step = wide / 2; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-            int power = largest > 0 ? ilogbf(largest) : 0;
-            float down = ldexpf(1.0f, -power);
-            for (int i = 0; i < 4; i++)
-                if (row < tall && j < deep) t_tile[(j / 8 * tall + row) * 8 + j % 8 + i] = to_num(sums[k][i] * down);
-            if (row < tall && j == 0) up[row] = ldexpf(scale, power);
+            int exponent = exponent_of(largest);
+            unsigned two[2];
+            for (int i = 0; i < 2; i++)
+                two[i] = pair(sums[k][2 * i] * power_of_two(-exponent), sums[k][2 * i + 1] * power_of_two(-exponent));
+            if (row < tall && j < deep) store8(t_tile + (j / 8 * tall + row) * 8 + j % 8, two);
+            if (row < tall && j == 0) up[row] = scale * power_of_two(exponent);
         }
     }
 }
 HELPER void add_pair(unsigned* two, float a, float b) {  // two neighbouring numbers += a, b
     Num low = {static_cast<unsigned short>(*two)}, high = {static_cast<unsigned short>(*two >> 16)};
-    *two = to_num(to_float(low) + a).bits | static_cast<unsigned>(to_num(to_float(high) + b).bits) << 16;
+    *two = pair(to_float(low) + a, to_float(high) + b);
 }
 #endif
 

@@ -105,9 +105,7 @@ lora_expand_1_together(Num* y, const float* t, const Num* pages, const int* page
         if (!work.alone || adapter.rank == 0) continue;
         Num* to = y + static_cast<long long>(tile.x) * y_stride;
         const float* from = t + (static_cast<long long>(tile.x) * targets + run.target) * t_columns;
-        if (groups == 1) expand_row<THREADS, 1>(t_row, handed, to, from, weights, adapter, run, 1, 0);
-        else if (groups == 2) expand_row<THREADS, 2>(t_row, handed, to, from, weights, adapter, run, 1, 0);
-        else expand_row<THREADS, 4>(t_row, handed, to, from, weights, adapter, run, 1, 0);
+        expand_row<THREADS>(groups, t_row, handed, to, from, weights, adapter, run, 1, 0);
         __syncthreads();  // t_row is read before the next one is written
     }
     wait_for_previous();

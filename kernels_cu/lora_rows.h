@@ -164,6 +164,14 @@ HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const flo
     store_nums(to, pack(numbers), at.count);
 }
 
+template <int THREADS>
+HELPER void expand_row(int groups, float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of,
+                       Lora adapter, const Run& run, int splits, long long split_stride) {
+    if (groups == 1) expand_row<THREADS, 1>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else if (groups == 2) expand_row<THREADS, 2>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else expand_row<THREADS, 4>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+}
+
 // Work that blocks share: first `of_tile` parts of each of the `tall` tiles with several rows, then `of_row` parts of
 // each tile of one row.
 struct Work {

@@ -31,11 +31,6 @@ mbgmv_expand_3_in_flight(Num* y, const float* t, const Num* pages, const int* pa
     const Weights weights = {pages, page_table, width, page_stride};
     Num* to = y + static_cast<long long>(row) * y_stride;
     const float* from = t + (static_cast<long long>(row) * targets + run.target) * t_columns;
-    auto expand = [&](auto groups) {
-        expand_row<THREADS, decltype(groups)::VALUE>(t_row, handed, to, from, weights, adapter, run, splits,
-                                                     static_cast<long long>(rows) * targets * t_columns);
-    };
-    if (lanes == THREADS) expand(Constant<1>());
-    else if (lanes == THREADS / 2) expand(Constant<2>());
-    else expand(Constant<4>());
+    expand_row<THREADS>(THREADS / lanes, t_row, handed, to, from, weights, adapter, run, splits,
+                        static_cast<long long>(rows) * targets * t_columns);
 }
