@@ -30,9 +30,10 @@ HELPER Chunk chunk_at(int chunk, int length, int width) {
     return Chunk{piece, offset, index, max(0, min(NUMS16, min(width - offset, length - index)))};
 }
 
-HELPER const Num* page_at(const Num* pages, int page, int stride) {
+template <class Number>  // Num, const or not
+HELPER Number* page_at(Number* pages, int page, int stride) {
 #if ON_DEVICE  // one instruction; the compiler makes four
-    const Num* at;
+    Number* at;
     asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(page), "r"(stride * int(sizeof(Num))), "l"(pages));
     return at;
 #else
@@ -149,7 +150,7 @@ HELPER void stage_t(Load load, Num* t_tile, float* up, const float* from, int co
 #pragma unroll
             for (int k = 0; k < 4 * ROWS; k++) {
                 int row = first + k % ROWS * THREADS / wide;
-                const float* at = from + (split + k / ROWS) * split_stride + row * static_cast<long long>(row_stride) + j;
+                const float* at = from + (split + k / ROWS) * split_stride + row * 1ll * row_stride + j;
                 part[k] = load(at, split + k / ROWS < splits && row < count ? ranks - j : 0);
             }
 #pragma unroll

@@ -94,11 +94,10 @@ HELPER void shrink_row(int own, uint4* x_part, float* t, const Num* x, const Wei
 // A run of chunks of a row of y += scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
 // group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order for 1, 2 or 4 groups.
 // t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others.
-template <int THREADS, int GROUPS>
+template <int THREADS, int GROUPS, int IN_FLIGHT>
 HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of, Lora adapter,
                        const Run& run, int splits, long long split_stride) {
-    constexpr int CLASSES = 4, OWN = CLASSES / GROUPS, IN_FLIGHT = OWN == 1 ? 16 : 8;
-    constexpr int LANES = THREADS / GROUPS;
+    constexpr int CLASSES = 4, OWN = CLASSES / GROUPS, LANES = THREADS / GROUPS;
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, pieces = pieces_of(run.length, of.width);
     Chunk at = chunk_at(run.chunk + lane, run.length, of.width);
     bool active = at.count > 0, whole = whole_chunks(of.pages, of.width, of.page_stride);
@@ -164,12 +163,12 @@ HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const flo
     store_nums(to, pack(numbers), at.count);
 }
 
-template <int THREADS>
+template <int THREADS, int MOST = 16>
 HELPER void expand_row(int groups, float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of,
                        Lora adapter, const Run& run, int splits, long long split_stride) {
-    if (groups == 1) expand_row<THREADS, 1>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
-    else if (groups == 2) expand_row<THREADS, 2>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
-    else expand_row<THREADS, 4>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    if (groups == 1) expand_row<THREADS, 1, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else if (groups == 2) expand_row<THREADS, 2, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else expand_row<THREADS, 4, MOST>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
 }
 
 // Work that blocks share: first `of_tile` parts of each of the `tall` tiles with several rows, then `of_row` parts of

@@ -134,7 +134,7 @@ SMALL_LORA = LoraShape(
 WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
 LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column than a warp has in flight
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
-MANY_LORA = LoraShape(16, 16, (16,), [[5]], [(0, 1)] * 420)  # more pieces of work than blocks
+MANY_LORA = LoraShape(16, 16, (16, 16), [[5, 3]], [(0, 1)] * 420)  # more pieces of work than blocks
 PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
 
 

@@ -125,6 +125,7 @@ static void meet(int line, unsigned mask, void* exchange, void (*resolve)(void**
     resolve(all);
     for (int i = 0; i < 32; i++)
         if (all[i]) fibers[first + i].state = READY;
+    if (request->order != 's') next_pass = true;  // they run on: a warp may be far ahead of the others
     pause();
 }
 static void warp_sync(int line, unsigned mask = ~0u) { meet(line, mask, &mask, [](void**) {}); }

@@ -59,6 +59,10 @@ def shrink_blocks(sizes: SimpleNamespace) -> int:
     return int(sizes.targets * blocks(sizes.t_columns, 64))
 
 
-def together(sizes: SimpleNamespace, parts: int) -> Grid:
-    """Blocks that take piece after piece of work, `parts` for each tile: as many as an H200 holds at a time."""
-    return min(int(sizes.tile_count) * parts, 3 * 132), 1, 1
+def together(sizes: SimpleNamespace, parts: int, resident: int) -> Grid:
+    """Blocks that take piece after piece of work, `parts` for each tile: as many as an H200 holds at a time.
+
+    Args:
+        resident: blocks that a multiprocessor has room for.
+    """
+    return min(int(sizes.tile_count) * parts, resident * 132), 1, 1

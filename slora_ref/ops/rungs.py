@@ -103,13 +103,16 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "lora_shrink_1_together": Rung(
         128,
-        lambda s: lora.together(s, s.splits * s.targets * _blocks(s.t_columns, 16)),
+        lambda s: lora.together(s, s.splits * s.targets * _blocks(s.t_columns, 16), 3),
         0,
         HALVES,
         after_start=True,
     ),
     "lora_expand_1_together": Rung(
-        128, lambda s: lora.together(s, lora.runs(s, 32)), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
+        128, lambda s: lora.together(s, lora.runs(s, 32), 3), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
+    ),
+    "lora_expand_2_slabs": Rung(
+        128, lambda s: lora.together(s, lora.runs(s, 32), 5), lambda s: 4 * (s.t_columns + 64), HALVES, after_start=True
     ),
     "pad_adapter_1_copy": Rung(128, lambda s: (s.columns, s.targets, s.entries)),
     "paged_attention_decode_1_naive": Rung(128, lambda s: (s.heads, s.rows, s.splits), grids.attention_words),
