@@ -121,20 +121,12 @@ HELPER unsigned pair(float a, float b) {  // two neighbouring numbers
     return to_num(a).bits | static_cast<unsigned>(to_num(b).bits) << 16;
 }
 HELPER float power_of_two(int exponent) {  // of a normal number
-    unsigned bits = (exponent + 127) << 23;
-#if ON_DEVICE
-    return __uint_as_float(bits);
-#else
-    return bits_of<float>(bits);
-#endif
+    union { unsigned bits; float number; } both = {(exponent + 127u) << 23};
+    return both.number;
 }
 HELPER int exponent_of(float x) {  // of a power of two that brings x > 0 below 2, or below 4 at the very end
-#if ON_DEVICE
-    int biased = __float_as_uint(x) >> 23;
-#else
-    int biased = bits_of<unsigned>(x) >> 23;
-#endif
-    return min(max(biased - 127, -126), 126);
+    union { float number; unsigned bits; } both = {x};
+    return min(max(int(both.bits >> 23) - 127, -126), 126);
 }
 // t of a tile to shared memory, splits added, zeros beyond `count` rows and `ranks`: t_tile [deep / 8][tall][8], each
 // row divided by a power of two that up [tall] gives back, with the scale: half precision has few exponents. For all
