@@ -16,9 +16,10 @@ from slora_ref.checkpoint import random_weights
 from slora_ref.config import ModelConfig
 from slora_ref.errors import KernelError
 from slora_ref.model import LlamaModel
-from slora_ref.ops import NumpyOps, Ops, Segments, Spans
+from slora_ref.ops import NumpyOps, Ops, Segments, Spans, plan
 from slora_ref.ops.host_ops import HostOps
 from slora_ref.ops.kernel_source import DTYPES
+from slora_ref.ops.ladder import operation_of
 from slora_ref.ops.launch import Launch
 from slora_ref.ops.tables import AdapterTables, O
 from slora_ref.ops.tape import Work
@@ -156,14 +157,25 @@ STEPS = (
 )
 
 
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of several rows share their adapter's weights, however small the step and the rank are."""
+    monkeypatch.setattr(plan, "ONE_BY_ONE_UP_TO", 0)
+
+
+@pytest.mark.usefixtures("sharing")
 @EACH_DTYPE
 def test_the_bits_of_a_row_alone_do_not_depend_on_what_is_launched_for_the_others(dtype: str) -> None:
     """Whether other segments have several rows decides between one launch and two; rows 0 and 3 have rows alone."""
-    alone = [deltas(HostOps(DTYPES[dtype]), pairs) for pairs in STEPS]
+    each = [Recorded(DTYPES[dtype]) for _ in STEPS]
+    alone = [deltas(ops, pairs) for ops, pairs in zip(each, STEPS, strict=True)]
+    last = [operation_of(ops.launched[-1].kernel) for ops in each]
+    assert last == [*["mbgmm_expand" if dtype == "float32" else "lora_expand"] * 2, "mbgmv_expand"]
     assert alone[0][0].any() and alone[0][0].tobytes() == alone[1][0].tobytes() == alone[2][0].tobytes()
     assert alone[0][3].any() and alone[0][3].tobytes() == alone[1][3].tobytes()
 
 
+@pytest.mark.usefixtures("sharing")
 @EACH_DTYPE
 def test_fixed_launches_depend_on_the_number_of_rows_alone_and_change_no_bits(dtype: str) -> None:
     """What a captured graph needs: the same kernels with the same grids, whichever adapters run, also if none does."""
