@@ -118,7 +118,17 @@ HELPER void pair_up(unsigned (&b)[4][2]) {
     }
 }
 HELPER unsigned pair(float a, float b) {  // two neighbouring numbers
+#if ON_DEVICE  // one instruction; the compiler makes three
+    unsigned both;
+#ifdef DTYPE_FLOAT16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+#endif
+    return both;
+#else
     return to_num(a).bits | static_cast<unsigned>(to_num(b).bits) << 16;
+#endif
 }
 HELPER float power_of_two(int exponent) {  // of a normal number
     union { unsigned bits; float number; } both = {(exponent + 127u) << 23};
@@ -199,40 +209,7 @@ HELPER int count_runs(int size, const int (&d_out)[3], int width) {
     return runs;
 }
 
-// The shrink of `count` rows and `columns` columns of A from j0 on, number by number: likewise.
-HELPER void shrink_plainly(float* t, int t_stride, const Num* x, int x_stride, const Num* pages, int page_stride,
-                           const int* ids, int width, int d_in, int split, int splits, int count, int j0, int columns) {
-    int each = ceil_div(d_in, splits), last = min((split + 1) * each, d_in), pieces = pieces_of(d_in, width);
-    wait_for_previous();
-    for (int pair = threadIdx.x; pair < count * columns; pair += blockDim.x) {
-        int row = pair / columns, j = j0 + pair % columns;
-        float sum = 0;
-        for (int k = split * each; k < last; k++) {
-            const Num* column = page_at(pages, ids[j * pieces + k / width], page_stride);
-            sum += to_float(page_at(x, row, x_stride)[k]) * to_float(column[k % width]);
-        }
-        t[static_cast<long long>(row) * t_stride + j] = sum;
-    }
-}
-
-// The expand of rows row0 .. and a run of chunks, number by number: where numbers do not come in eights.
-HELPER void expand_plainly(Num* y, const float* t, const Num* pages, const int* page_table, Lora adapter, Run run,
-                           int size, int row0, int count, int rows, int width, int targets, int t_columns, int splits,
-                           int y_stride, int page_stride) {
-    wait_for_previous();
-    for (int i = threadIdx.x; i < count * size * NUMS16; i += blockDim.x) {
-        Chunk at = chunk_at(run.chunk + i / NUMS16 % size, run.length, width);
-        int row = row0 + i / NUMS16 / size, k = i % NUMS16;
-        float sum = 0;
-        for (int j = 0; k < at.count && j < adapter.rank * splits; j++) {
-            int page = page_table[adapter.b + j / splits * pieces_of(run.length, width) + at.piece];
-            long long from = ((j % splits) * static_cast<long long>(rows) + row) * targets + run.target;
-            sum += t[from * t_columns + j / splits] * to_float(page_at(pages, page, page_stride)[at.offset + k]);
-        }
-        Num* to = y + static_cast<long long>(row) * y_stride + run.column + at.index + k;
-        if (k < at.count) *to = to_num(to_float(*to) + adapter.scale * sum);
-    }
-}
+#include "lora_plain.h"
 
 // The first entry from i on, in steps, that has rows (y); tile_count or more: none. All lanes of a warp look, at 32
 // entries at a time.

@@ -4,110 +4,92 @@
 // map: a block owns tiles, a target and a split, 64 rows and 128 columns of A at a time; a warp 16 rows and half of the
 //      columns
 // new here: for many rows: a number of A serves 64 rows instead of 16, through shared memory, to which x and A are on
-//           their way three stages ahead of the products
+//           their way three to seven stages ahead of the products, the first of A even before x is written. A thread's
+//           next chunk is an addition away from the one before, not a division: half the instructions of a stage
 // limits: none; no float32; columns of t beyond the rank are left as they are
 #include "device.h"
 #include "lora.h"
+#include "lora_staged.h"
 
-constexpr int WARPS = 8, ROWS = 64, COLUMNS = 128, STAGES = 4, SLAB = 8;  // SLAB: chunks of 16 bytes of a row in a slab
-constexpr int STAGE = (ROWS + COLUMNS) * SLAB;                            // chunks of a stage: as many slabs as fit
-constexpr int STEP = 32 * WARPS / SLAB;                                   // rows that all threads copy at a time
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 mbgmm_shrink_4_staged(float* t, const Num* x, const Num* pages, const int* page_table, const Lora* lora,
                       const int2* tiles, int tile_count, int rows, int d_in, int width, int targets, int t_columns,
                       int splits, int x_stride, int page_stride) {
-    DYNAMIC_SHARED(uint4, ring);  // [STAGES][slabs][rows of x, then columns of A][SLAB]
-    wait_for_previous();
-    launch_dependents();
-    int target = blockIdx.y, split = blockIdx.z;
-    unsigned lane = threadIdx.x % 32;
-    int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width);
-    int part = ceil_div(ceil_div(chunks, splits), SLAB) * SLAB, begin = split * part, end = min(begin + part, chunks);
-    // What this thread copies of each slab: every STEPth row
-    int mine = threadIdx.x / SLAB, my_chunk = threadIdx.x % SLAB;
+    DYNAMIC_SHARED(uint4, ring);  // [stages][rows of x, then columns of A][SLAB]
+    int target = blockIdx.y, split = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int part = ceil_div(ceil_div(d_in, splits), WIDE) * WIDE, begin = split * part, end = min(begin + part, d_in);
+    int stages = ceil_div(max(end - begin, 0), WIDE);
     bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0;
 
-    auto multiply = [&](int row0, int count, Lora adapter, int j0) {  // `count` rows, columns j0 ..
-        int columns = min(COLUMNS, adapter.rank - j0), share = 1, slabs = 1;  // tiles of 8 columns of a warp
-        while (share * 16 < columns) share *= 2;
-        int height = ROWS + share * 16;
-        while (2 * slabs * height <= ROWS + COLUMNS) slabs *= 2;
-        const int* ids = page_table + adapter.a + j0 * pieces;
-        int piece = -1, page[COLUMNS / STEP];  // of this thread's columns of A, at that piece
-        auto fetch = [&](int stage) {
-            uint4* to = ring + stage % STAGES * STAGE + place(mine, my_chunk);
-            int first = begin + stage * slabs * SLAB;
-            for (int slab = 0; slab < slabs && first < end; slab++, first += SLAB, to += height * SLAB) {
-                Chunk at = chunk_at(first + my_chunk, d_in, width);
-                if (first + my_chunk >= end) at = Chunk{0, 0, 0, 0};
-#pragma unroll
-                for (int k = 0; k < COLUMNS / STEP; k++)
-                    if (at.piece != piece) page[k] = ids[min(mine + k * STEP, columns - 1) * pieces + at.piece];
-                piece = at.piece;
-#pragma unroll
-                for (int k = 0; k < ROWS / STEP; k++)
-                    if (whole && mine + k * STEP < count)
-                        copy16(to + k * STEP * SLAB, page_at(x, row0 + mine + k * STEP, x_stride) + at.index, at.count);
-#pragma unroll
-                for (int k = 0; k < COLUMNS / STEP; k++)
-                    if (whole && mine + k * STEP < columns)
-                        copy16(to + (ROWS + k * STEP) * SLAB, page_at(pages, page[k], page_stride) + at.offset,
-                               at.count);
+    auto multiply = [&](int row0, int count, Lora adapter, int j0, auto most) {  // `count` rows, columns j0 ..
+        constexpr int MOST = decltype(most)::VALUE, TILES = MOST / 16;  // columns; tiles of 8 columns of a warp
+        constexpr int STAGE = (ROWS + MOST) * SLAB, STAGES = ROOM / STAGE;
+        int columns = min(MOST, adapter.rank - j0);
+        int ids = adapter.a + j0 * pieces_of(d_in, width);
+        Vectors<MOST> of_a = vectors_from<MOST>(begin, end, pages, width, page_stride, page_table, ids, columns, d_in);
+        const Num* of_x = x + static_cast<long long>(row0) * x_stride;
+        auto copy_x = [&](uint4* stage, int index) { copy_rows(stage, of_x + index, x_stride, count, index < end); };
+        int index = of_a.index;
 #pragma unroll 1
-                for (int i = mine; !whole && i < max(count, columns); i += STEP) {
-                    const Num* row = page_at(x, row0 + i, x_stride) + at.index;
-                    const Num* column = page_at(pages, ids[min(i, columns - 1) * pieces + piece], page_stride);
-                    if (i < count) to[(i - mine) * SLAB] = load_nums(row, at.count);
-                    if (i < columns) to[(ROWS + i - mine) * SLAB] = load_nums(column + at.offset, at.count);
-                }
-            }
-            copies_commit();
-        };
-        float sums[COLUMNS / 16][4] = {};
-        int top = threadIdx.x / 32 % 4 * 16, first = threadIdx.x / 128 * share;  // row; tile of 8 columns
-        auto add = [&](const uint4* slab, auto constant) {
+        for (int i = 0; i < min(STAGES - 1, stages); i++) copy_next(ring + i * STAGE + ROWS * SLAB, of_a);
+        wait_for_previous();  // x is what the kernel before has written, the weights are not
+        launch_dependents();
+#pragma unroll 1
+        for (int i = 0; i < STAGES - 1; i++, copies_commit())
+            if (i < stages) copy_x(ring + i * STAGE, index + i * WIDE);
+        float sums[TILES][4] = {};
+        int top = warp % 4 * 16, left = warp / 4 * TILES * 8, slot = 0;  // row, column; place in the ring
+        uint4 *now = ring, *former = ring + (STAGES - 1) * STAGE;
+        auto add = [&](const uint4* stage) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {  // 32 numbers of each row
                 unsigned a[2][4], b[4];
 #pragma unroll
                 for (int k = 0; k < 2; k++)
-                    load_matrices<false>(a[k], slab + top * SLAB + place(lane % 16, half * 4 + k * 2 + lane / 16));
+                    load_matrices<false>(a[k], stage + top * SLAB + place(lane % 16, half * 4 + k * 2 + lane / 16));
 #pragma unroll
-                for (int i = 0; i < decltype(constant)::VALUE; i++) {
-                    const uint4* tile = slab + (ROWS + (first + i) * 8) * SLAB;
+                for (int n = 0; n < TILES; n++) {
+                    const uint4* tile = stage + (ROWS + left + n * 8) * SLAB;
                     load_matrices<false>(b, tile + place(lane % 8, half * 4 + lane / 8));
-                    mma_16x8x16(sums[i], a[0], {b[0], b[1]});
-                    mma_16x8x16(sums[i], a[1], {b[2], b[3]});
+                    mma_16x8x16(sums[n], a[0], {b[0], b[1]});
+                    mma_16x8x16(sums[n], a[1], {b[2], b[3]});
                 }
             }
         };
-        for (int stage = 1 - STAGES; begin + stage * slabs * SLAB < end; stage++) {
-            if (stage >= 0) copies_wait<STAGES - 2>();
-            // This stage's copies have landed; the place of the one before, or of the product before, has been read.
-            if (stage >= 0 || stage == 1 - STAGES) __syncthreads();
-            fetch(stage + STAGES - 1);
-            for (int slab = 0; stage >= 0 && slab < slabs && begin + (stage * slabs + slab) * SLAB < end; slab++) {
-                const uint4* from = ring + stage % STAGES * STAGE + slab * height * SLAB;
-                if (share == 1) add(from, Constant<1>());
-                else if (share == 2) add(from, Constant<2>());
-                else if (share == 4) add(from, Constant<4>());
-                else add(from, Constant<8>());
+#pragma unroll 1
+        for (int i = 0; i < stages; i++) {
+            copies_wait<STAGES - 2>();
+            __syncthreads();  // this stage's copies have landed; the former one is read
+            if (i + STAGES - 1 < stages) copy_x(former, of_a.index), copy_next(former + ROWS * SLAB, of_a);
+            copies_commit();
+            if (left < columns) add(now);
+            former = now, now += STAGE;
+            if (++slot == STAGES) slot = 0, now -= STAGES * STAGE;
+        }
+        int j = left + lane % 4 * 2;
+        for (int k = 0; k < 4; k += 2) {
+            int row = top + lane / 4 + k * 4;
+            float* to = t + ((split * static_cast<long long>(rows) + row0 + row) * targets + target) * t_columns + j0;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                if (row < count && j + n * 8 < columns) to[j + n * 8] = sums[n][k];
+                if (row < count && j + n * 8 + 1 < columns) to[j + n * 8 + 1] = sums[n][k + 1];
             }
         }
-        int j = first * 8 + lane % 4 * 2, row = top + lane / 4;
-        float* to = t + ((split * static_cast<long long>(rows) + row0 + row) * targets + target) * t_columns + j0 + j;
-#pragma unroll
-        for (int k = 0; k < 4; k += 2, row += 8, to += 8ll * targets * t_columns)
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 16; i++) {
-                if (row < count && i < share && j + i * 8 < columns) to[i * 8] = sums[i][k];
-                if (row < count && i < share && j + i * 8 + 1 < columns) to[i * 8 + 1] = sums[i][k + 1];
-            }
         copies_wait<0>();
+        __syncthreads();  // the ring is read before the next product fills it
     };
-    for (int i = blockIdx.x; (i = next_tile(tiles, i, gridDim.x, tile_count)) < tile_count; i += gridDim.x)
-        for (int row = 0; row < tiles[i].y; row += ROWS)
-            for (int j = 0; j < lora[target * tile_count + i].rank; j += COLUMNS)
-                multiply(tiles[i].x + row, min(ROWS, tiles[i].y - row), lora[target * tile_count + i], j);
+    lora += target * tile_count;
+    if (whole)
+        for (int j = 0; j < t_columns; j += RANKS)
+            each_tile(tiles, blockIdx.x, gridDim.x, tile_count, lora, [&](int row0, int count, Lora adapter) {
+                of_class(adapter.rank - j, [&](auto most) { multiply(row0, count, adapter, j, most); });
+            });
+    else
+        each_tile(tiles, blockIdx.x, gridDim.x, tile_count, lora, [&](int row0, int count, Lora adapter) {
+            float* to = t + ((split * static_cast<long long>(rows) + row0) * targets + target) * t_columns;
+            shrink_plainly(to, targets * t_columns, page_at(x, row0, x_stride), x_stride, pages, page_stride,
+                           page_table + adapter.a, width, d_in, split, splits, count, 0, adapter.rank);
+        });
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous();  // one block without work that waits is enough
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import kernel_cases as cases
@@ -136,14 +137,14 @@ LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column th
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
 MANY_LORA = LoraShape(16, 16, (16, 16), [[5, 3]], [(0, 1)] * 420)  # more pieces of work than blocks
 PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
+STAGED_LORA = replace(PAGED_LORA, ranks=[[40, 100]])  # ranks of other classes; more stages than a ring has
 
 
 def fixed_cases(operation: str, dtype: str) -> list[Case]:
     """A few small cases with every kind of edge. A mutant is caught if any of them fails."""
     if operation.startswith(LORA):
         shapes = [SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA]
-        if operation.startswith("lora"):
-            shapes += [MANY_LORA, PAGED_LORA]
+        shapes += [MANY_LORA, PAGED_LORA] if operation.startswith("lora") else [STAGED_LORA]
         return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
         "lora_join": lambda: [cases.join_case(dtype, 1, 3, 2, 7, 3), cases.join_case(dtype, 2, 2, 1, 40, 1)],
