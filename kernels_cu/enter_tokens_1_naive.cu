@@ -1,4 +1,4 @@
-// computes: token_ids[row] = the row of this shard's embedding for a token: of its own tokens, first .. first + own - 1,
+// computes: token_ids[row] = the row of this shard's embedding for a token: of its own, first to first + own - 1,
 //           the token - first; of another shard's, own, the row of zeros behind them. An id below 0 is a placeholder:
 //           the token is what the step before has sampled as its number -1 - id; 0 where that came from logits that are
 //           not finite
