@@ -11,6 +11,7 @@ extern "C" __global__ void lora_join_1_naive(float* t, const float* parts, const
                                              int splits, int rows, int targets, int t_columns, int part_columns,
                                              int shards, int first, int all_targets) {
     launch_dependents();
+    wait_for_previous();
     int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, split = blockIdx.z;
     if (i >= targets * t_columns) return;
     int slot = slots[row], target = i / t_columns, j = i % t_columns;

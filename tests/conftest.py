@@ -31,6 +31,7 @@ install_import_hook(modules_with_arrays(), "beartype.beartype")
 
 from slora_ref.ops import plan  # noqa: E402  (behind the hook)
 
+AS_SHIPPED = plan.ONE_BY_ONE_UP_TO
 plan.ONE_BY_ONE_UP_TO = 64  # the models of tests are small: so their steps reach all kinds of LoRA kernels
 
 # `ci` draws the same examples in every run, so a red run can be repeated; --hypothesis-profile thorough is for a night.

@@ -32,6 +32,7 @@ Work = Callable[[], None]
 BLOCK = 512  # bytes; memory is handed out in multiples of it
 MODULES = [f"slora_ref.{name}" for name in ("ops.cuda_ops ops.cuda_blas ops.cuda_kernels ops.cuda_graph").split()]
 MODULES += ["slora_ref.ops.cuda_memory", "slora_ref.ops.cuda_ticket", "slora_ref.ops.cuda_loads", "slora_ref.tp.nccl"]
+MODULES += ["slora_ref.ops.cuda_peers"]
 
 
 @dataclass
@@ -320,7 +321,16 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
 
     numbers = {"NCCL_FLOAT32": 4, "NCCL_FLOAT16": 2, "NCCL_BFLOAT16": 2, "NCCL_SUM": 0}
     nccl = SimpleNamespace(get_unique_id=lambda: b"name", NcclCommunicator=Group, **numbers)
+    def malloc(size: int) -> int:
+        gpu.memory.append(np.zeros(size + BLOCK, np.uint8))
+        return -(-gpu.memory[-1].ctypes.data // BLOCK) * BLOCK
+
     runtime = SimpleNamespace(
+        malloc=malloc,
+        memset=lambda *_: None,
+        deviceSynchronize=lambda: None,
+        ipcGetMemHandle=lambda address: address.to_bytes(64, "little"),
+        ipcOpenMemHandle=lambda handle, _: int.from_bytes(handle, "little"),
         memcpyAsync=move,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
@@ -341,6 +351,8 @@ def _cupy(gpu: Gpu) -> dict[str, ModuleType]:
         get_elapsed_time=lambda *_: 0.0,
         Device=lambda *_: SimpleNamespace(id=0, use=lambda: None, compute_capability="90"),
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+        UnownedMemory=lambda address, size, _: (ctypes.c_char * size).from_address(address),
+        MemoryPointer=lambda memory, _: memory,
     )
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
     cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)

@@ -15,7 +15,9 @@ import numpy as np
 
 from slora_ref.ops import attention_arguments, lora_arguments, pad_arguments, row_arguments, sample_arguments
 from slora_ref.ops.kernel_source import DTYPES
+from slora_ref.ops.peer_arguments import Mailbox, memory_bytes, peer_gather, peer_reduce
 from slora_ref.ops.tables import AdapterTables
+from slora_ref.tp.shard import Shard
 
 # max|error| / max|reference|, by storage; sums are in float32, so float32 shows what the halves hide
 TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 5e-3}
@@ -268,6 +270,57 @@ def join_case(dtype: str, seed: int, shards: int, splits: int, rows: int, target
     arguments = lora_arguments.lora_join(t, parts, slots, columns, first)
     wrong: Callable[[dict[str, Any]], dict[str, np.ndarray]] = lambda after: {"wrong": after["t"] != want}  # noqa: E731
     return Case("lora_join", dtype, arguments, {"wrong": np.zeros(t.shape)}, wrong)
+
+
+def peer_case(dtype: str, seed: int, operation: str, chunks: int, shards: int, ended: bool = False) -> Case:
+    """A case of peer_reduce or peer_gather: the others have put their letters, and some are a turn ahead already.
+
+    The memory of all shards is one array here, this shard's first. Turns are near the largest there are, or few.
+
+    Args:
+        ended: the group has ended, and the last shard has said nothing; then the result is left as it was.
+    """
+    blocks = 2
+    rng = np.random.default_rng(seed)
+    shard, turn, used = int(rng.integers(shards)), int(rng.choice([0, 5, 2**31 - 1])), -(-chunks // 512)
+    memory = rng.integers(-99, 99, (shards, memory_bytes(shards, blocks) // 4), np.int32)
+    size = shards * 2 * blocks * 2048
+    letters = memory[:, :size].reshape(shards, shards, 2, blocks, 2048)  # [memory of, from, turn, block, words]
+    said = memory[:, size : size + shards * blocks].reshape(shards, shards, blocks)
+    assert np.shares_memory(letters, memory) and np.shares_memory(said, memory)
+    parts = [store(normal(rng, chunks * 16 // DTYPES[dtype].itemsize), dtype) for _ in range(shards)]
+    for other in range(shards):
+        if other != shard:
+            flat = np.zeros(blocks * 2048, np.int32)
+            flat[: chunks * 4] = parts[other].view(np.int32)
+            letters[0, other, turn % 2] = flat.reshape(blocks, 2048)
+            said[0, other] = np.array(turn + rng.integers(1, 3, blocks), np.uint32).astype(np.int32)
+    if ended:
+        said[0, (shard - 1) % shards] = turn
+    before = memory.copy()
+    for place in range(1, shards):
+        letters[place, shard, turn % 2].reshape(-1)[: chunks * 4] = parts[shard].view(np.int32)
+        said[place, shard, :used] = np.array(turn + 1, np.uint32).astype(np.int32)
+    want_memory, memory = memory.reshape(-1).copy(), before.reshape(-1)
+    offsets = np.array([(other - shard) % shards * before.strides[0] for other in range(shards)], np.int64)
+    turns = np.full(blocks, turn, np.int32)
+    mailbox = Mailbox(Shard(shard, shards), memory, offsets, turns, np.full(1, ended, np.int32))
+    x = parts[shard].copy()
+    if operation == "peer_reduce":
+        output, arguments = "x", peer_reduce(x, mailbox)
+        want = x if ended else np.sum([part.astype(np.float64) for part in parts], axis=0)
+    else:
+        gathered = np.full((shards, *x.shape), 9).astype(x.dtype)
+        output, arguments = "gathered", peer_gather(gathered, x, mailbox)
+        want = gathered if ended else np.stack(parts)
+    turned = np.where(np.arange(blocks) < used, np.array(turn + 1, np.uint32).astype(np.int32), turn)
+
+    def derived(after: dict[str, Any]) -> dict[str, np.ndarray]:
+        wrong = np.append(after["memory"] != want_memory, after["turns"] != turned)
+        return {output: after[output], "wrong": wrong}
+
+    wants = {output: want.astype(np.float64), "wrong": np.zeros(len(memory) + blocks)}
+    return Case(operation, dtype, arguments, wants, derived)
 
 
 def pad_case(dtype: str, seed: int, shape: LoraShape, of_b: bool) -> Case:

@@ -70,6 +70,12 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         "lora_join": lambda: built(
             cases.join_case, dtype, shards=small, splits=small, rows=st.integers(1, 9), targets=st.integers(1, 3)
         ),
+        **{
+            name: lambda name=name: built(
+                cases.peer_case, dtype, operation=st.just(name), chunks=st.integers(1, 1024), shards=st.integers(2, 4)
+            )
+            for name in ("peer_reduce", "peer_gather")
+        },
         "lora_lookup": lambda: built(
             cases.lookup_case, dtype, layers=small, adapters=small, entries=st.integers(1, 40)
         ),
@@ -147,6 +153,14 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
         shapes += [MANY_LORA, PAGED_LORA] if operation.startswith("lora") else [STAGED_LORA]
         return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
+        **{
+            name: lambda name=name: [
+                cases.peer_case(dtype, 1, name, chunks=700, shards=3),
+                cases.peer_case(dtype, 2, name, chunks=512, shards=2),
+                cases.peer_case(dtype, 3, name, chunks=600, shards=3, ended=True),
+            ]
+            for name in ("peer_reduce", "peer_gather")
+        },
         "lora_join": lambda: [cases.join_case(dtype, 1, 3, 2, 7, 3), cases.join_case(dtype, 2, 2, 1, 40, 1)],
         "lora_lookup": lambda: [cases.lookup_case(dtype, 1, 3, 4, 13)],
         "pad_adapter": lambda: [

@@ -17,6 +17,7 @@ from slora_ref.ops.rungs import RUNGS
 PACKAGE = "slora_ref.bench.kernels"
 OUTPUT = {"lora_lookup": "lora", "lora_join": "t", "enter_pages": "sequence_pages", "gather_rows": "out"}
 OUTPUT |= {"sample_threshold": "keep", "sample_draw": "token", "enter_tokens": "token_ids"}
+OUTPUT |= {"peer_reduce": "x", "peer_gather": "gathered"}
 OF_BASELINES = {"pad_adapter"}  # timed with the baseline that needs it
 
 

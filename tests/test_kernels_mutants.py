@@ -23,7 +23,7 @@ from slora_ref.ops.rungs import RUNGS
 
 BARRIER = re.compile(r"__sync(?:threads|warp)\(")
 LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}
-HEADERS = sorted(kernels_folder().glob("lora*.h"))
+HEADERS = sorted([*kernels_folder().glob("lora*.h"), *kernels_folder().glob("peers.h")])
 EACH = [(kernel, old, new) for kernel, mutants in MUTANTS.items() for old, new in mutants]
 
 

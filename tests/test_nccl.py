@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import missing_gpu
+from conftest import AS_SHIPPED, missing_gpu
 from lone import LoneShard, be_alone, be_alone_on_a_gpu
 from serving import (
     ADAPTERS,
@@ -27,6 +27,7 @@ from serving import (
 from slora_ref import Engine, EngineConfig, SamplingParams
 from slora_ref.checkpoint import float_dtype
 from slora_ref.errors import ShardLost
+from slora_ref.ops import plan
 from slora_ref.ops.collectives import StepCommunicator
 from slora_ref.tp.communicator import Alone
 
@@ -52,7 +53,13 @@ def gpus() -> int:
 
 
 pytestmark = pytest.mark.gpu
-needs_two = pytest.mark.skipif(gpus() < 2, reason=f"two GPUs are needed, there are {gpus()}")
+
+
+def needs_two(test: Any) -> Any:
+    """For a test on two GPUs, whose followers are started."""
+    reason = f"two GPUs are needed, there are {gpus()}"
+    return pytest.mark.skipif(gpus() < 2, reason=reason)(pytest.mark.usefixtures("as_followers_plan")(test))
+
 
 
 # --- one GPU ---
@@ -165,6 +172,12 @@ def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # --- two GPUs ---
+
+
+@pytest.fixture
+def as_followers_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are planned as outside of tests: followers are processes, which conftest.py has not changed."""
+    monkeypatch.setattr(plan, "ONE_BY_ONE_UP_TO", AS_SHIPPED)
 
 
 def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False) -> Engine:

@@ -32,6 +32,8 @@ class EngineConfig:
         overlap_lora: on several GPUs, LoRA's first product and its message run on a stream of their own beside the base
             model's product (paper section 6), not between it and what reads both. Off, since on two H200s a decode step
             of a 13B shape took longer with it: see tests/gpu/two_gpus.sh.
+        peer_messages: on GPUs of one host that can reach each other's memory, kernels move arrays of up to 8 MiB by
+            writing into it, in less time than NCCL takes; else, and what is larger, NCCL does.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.
@@ -68,6 +70,7 @@ class EngineConfig:
     shards: int = 1
     communicator: Literal["auto", "threads", "mpi", "nccl"] = "auto"
     overlap_lora: bool = False
+    peer_messages: bool = True
     dtype: str = "auto"
     pool_pages: int | None = None
     pool_bytes: int | None = None
@@ -111,8 +114,8 @@ class EngineConfig:
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
-        switches = "overlap_lora enforce_eager chunked_prefill separate_prefill blocking_loads poison share_host_copies"
-        for name in switches.split():
+        switches = "overlap_lora peer_messages enforce_eager chunked_prefill separate_prefill blocking_loads poison"
+        for name in (*switches.split(), "share_host_copies"):
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)
         check_whole(ConfigError, "prefetch", self.prefetch, 0, MOST_SLOTS)

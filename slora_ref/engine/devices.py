@@ -179,14 +179,17 @@ class CudaDevice(KernelDevice):
         dtype, kernels = float_dtype(config.dtype), importlib.import_module("slora_ref.ops.cuda_kernels").CudaKernels()
         kernels.compile_ahead(usable(dtype))
         cuda_ops = importlib.import_module("slora_ref.ops.cuda_ops")
+        self._peer_messages = config.peer_messages
         how = {"kernels": kernels, "shards": shard.count, "overlap": config.overlap_lora}
         super().__init__(config, cuda_ops.CudaOps(dtype, **how))
 
     def communicator(self, inner: Communicator) -> Communicator:
-        """NCCL, beside what carries the orders."""
+        """NCCL, beside what carries the orders; small arrays go by kernels, if that is wanted and can be."""
         if inner.shard.count == 1:
             return inner
-        return super().communicator(importlib.import_module("slora_ref.tp.nccl").NcclCommunicator(inner))
+        nccl, peers = (importlib.import_module(f"slora_ref.{name}") for name in ("tp.nccl", "ops.cuda_peers"))
+        moving = nccl.NcclCommunicator(inner)
+        return StepCommunicator(moving, self._ops, peers.open_mailbox(inner) if self._peer_messages else None)
 
     def place(self, array: Any) -> Any:
         """A copy on the GPU."""
@@ -208,11 +211,10 @@ class CudaDevice(KernelDevice):
 
     def prepare(self, model: ModelConfig, weights: ModelWeights, config: EngineConfig) -> None:
         """Runs steps of nothing but padding, over a pool of two pages."""
-        positions = min(config.max_length or model.max_position_embeddings, model.max_position_embeddings)
-        sizes = (2, config.max_running, positions, 1)
-        pool = PagePool(PageLayout(model), *sizes, float_dtype(self.dtype), empty=self.empty)
+        longest = min(config.max_length or model.max_position_embeddings, model.max_position_embeddings)
+        pool = PagePool(PageLayout(model), 2, config.max_running, longest, 1, float_dtype(self.dtype), empty=self.empty)
         tables = DeviceTables(self._ops, pool.sequence_pages, pool.adapters)
-        llama = LlamaModel(model, weights, self._ops, pool, positions)
+        llama = LlamaModel(model, weights, self._ops, pool, longest)
         KernelExecutor(llama, self._ops, tables, config.max_batched_tokens).warm_up()
 
     def memory_bytes(self) -> int:

@@ -230,13 +230,17 @@ class KernelBackend(ABC):
         finally:
             self._tape = None
 
-    def run(self, operation: str, arguments: Arguments, dtype: Any = None) -> None:
-        """Launches the chosen rung of an operation, compiled for `dtype`, or for the storage's."""
+    def run(self, operation: str, arguments: Arguments, dtype: Any = None, part: Part | None = None) -> None:
+        """Launches the chosen rung of an operation, compiled for `dtype`, or for the storage's.
+
+        Args:
+            part: of the step's time; None: the operation's own.
+        """
         kind = self.dtype if dtype is None else np.dtype(dtype)
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
         launch = make_launch(kernel, kind, arguments)
         if launch.after_start and (self._branch == "due" or self._last in ALONE):
             launch = replace(launch, after_start=False)
-        self.do(part_of(operation), self.prepare(launch))
+        self.do(part or part_of(operation), self.prepare(launch))
         self._last = operation

@@ -49,8 +49,10 @@ RING = 96 << 10  # bytes of shared memory of the tensor core rungs: two blocks o
 RUNGS: Mapping[str, Rung] = {
     "lora_lookup_1_naive": Rung(128, lambda s: (_blocks(s.layers * s.targets * s.entries, 128), 1, 1)),
     "lora_join_1_naive": Rung(
-        128, lambda s: (_blocks(s.targets * s.t_columns, 128), s.rows, s.splits), dtypes=("float32",)
+        128, lambda s: (_blocks(s.targets * s.t_columns, 128), s.rows, s.splits), 0, ("float32",), after_start=True
     ),
+    "peer_reduce_1_push": Rung(512, lambda s: (_blocks(s.chunks, 512), 1, 1), after_start=True),
+    "peer_gather_1_push": Rung(512, lambda s: (_blocks(s.chunks, 512), 1, 1), dtypes=("float32",), after_start=True),
     "mbgmv_shrink_1_naive": Rung(64, lambda s: (s.rows, s.targets, s.splits)),
     "mbgmv_expand_1_naive": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.rows, 1), after_start=True),
     "mbgmv_shrink_2_warp": Rung(128, lambda s: (_blocks(s.t_columns, 4), s.rows, s.targets * s.splits)),

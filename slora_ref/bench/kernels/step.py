@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 from slora_ref.bench.kernels.cases import HIDDEN
+from slora_ref.bench.kernels.peers import peer_parts, peer_sum
 from slora_ref.bench.kernels.rows import LAYERS, POSITIONS, VOCAB, RowCase, draw
 from slora_ref.config import TARGETS
 from slora_ref.ops import lora_arguments, row_arguments, sample_arguments
@@ -25,7 +26,8 @@ INT, ENTRY = 4, 16  # bytes
 
 def step_cases(rows: int) -> list[RowCase]:
     """One of each, for a step of so many rows, each with an adapter and a sequence of its own."""
-    return [lookup(rows), join(rows), feed(rows), enter(rows), gather(rows), threshold(rows), token(rows)]
+    entered = [lookup(rows), join(rows), feed(rows), enter(rows), gather(rows), threshold(rows), token(rows)]
+    return [*entered, peer_sum(rows), peer_parts(rows)]
 
 
 def exact(right: Any) -> float:
