@@ -114,8 +114,8 @@ def gpu_tables() -> str:
     decode, peer = measured("DECODE-H200"), measured("VLLM-H200")
     lines = [*decode_lines(decode, peer), "", measured_by(decode), ""]
     lines += [*serve_lines(peer, "SERVE-H200", "SERVE-RANKS-H200"), ""]
-    lines += [*load_lines("SERVE-FEW-MANY-H200", "SERVE-10000-H200"), ""]
-    return "\n".join([*lines, *start_lines(), "", *kernel_lines()])
+    lines += [*load_lines("SERVE-FEW-MANY-H200", "SERVE-RATE-H200", "SERVE-10000-H200"), ""]
+    return "\n".join([*lines, *start_lines(), "", *shard_lines(), "", *kernel_lines()])
 
 
 def load_lines(*names: str) -> list[str]:
@@ -147,6 +147,26 @@ def start_lines() -> list[str]:
         lines.append(f"| kernels {'kept' if row['kernels_cached'] else 'compiled'} | {' | '.join(cells)} |")
     runs = (measured_by(result | {"command": row["command"]}) for row in result["rows"])
     return [*lines, "", "\n\n".join(runs)]
+
+
+def shard_lines() -> list[str]:
+    """A decode step of large models on one GPU and on two."""
+    result = measured("SHARDS-H200")
+    found = {(row["model"], row["shards"], row["adapters"]): row for row in result["rows"]}
+    batch, adapters = result["rows"][-1]["batch"], result["rows"][-1]["adapters"]
+    titles = ["one GPU", "two", "ratio", "of it LoRA's messages", "without adapters: one GPU", "two", "ratio"]
+    lines = [f"| float16, a decode step of {batch} requests, in ms | {' | '.join(titles)} |"]
+    lines.append(f"| --- |{' ---: |' * len(titles)}")
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        one, two = (found[model, shards, adapters] for shards in (1, 2))
+        base = [found[model, shards, 0]["step_ms"] for shards in (1, 2)]
+        messages = (two["kernels_ms"] - two["kernels_without_lora_communication_ms"]) / two["step_ms"]
+        steps = [one["step_ms"], two["step_ms"]]
+        cells = [f"{model}, {adapters} adapters of rank {one['rank']}", *(f"{step:.2f}" for step in steps)]
+        cells += [f"{steps[0] / steps[1]:.2f}", f"{messages:.1%}"]
+        cells += [*(f"{step:.2f}" for step in base), f"{base[0] / base[1]:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", measured_by(result).replace("on one ", "on one and two ")]
 
 
 SHOWN_LORA = (("distinct", 64, 8), ("distinct", 64, 64), ("zipf", 256, 64), ("prefill", 4096, 16))

@@ -97,7 +97,8 @@ print("calls of a shard:", communicators[0].counts.calls)
 # ## The real thing
 # The model's own code does the same. Of o and down, this shard's columns of the sum are what B is added to. A message
 # takes time, but hardly any work; so on a GPU x A and its message can run on a branch (a second queue of work) beside x
-# W, and `join` waits for them. A model that is not split has a communicator as well, which sends nothing.
+# W: `with_message` says so, and has them come one behind the other where that is faster. A model that is not split has
+# a communicator as well, which sends nothing.
 
 # %% listing
 from slora_ref.model import LlamaModel
@@ -339,3 +340,19 @@ print(f"the base model alone: {alone} requests/s, so adapters cost {1 - whole / 
 # %% [markdown]
 # Their code also needs a number of shards that is a power of two and ranks that it divides; rounding a rank up, with
 # zeros, does away with both.
+#
+# And measured here, on two GPUs: a decode step of two larger models, whole, without LoRA's messages, and of the base
+# model alone.
+
+# %%
+from show import measured
+
+found = {(row["model"], row["shards"], row["adapters"]): row for row in measured("SHARDS-H200")["rows"]}
+for model in dict.fromkeys(model for model, _, _ in found):
+    alone, base, whole = found[model, 1, 64], found[model, 2, 0], found[model, 2, 64]
+    print(f"\n{model}, {whole['batch']} requests over {whole['adapters']} adapters of rank {whole['rank']}")
+    one, two = alone["step_ms"], whole["step_ms"]
+    print(f"  one GPU {one:.2f} ms, two {two:.2f} ms: {one / two:.2f} x")
+    silent, kernels = whole["kernels_without_lora_communication_ms"], whole["kernels_ms"]
+    print(f"  kernels on two: {kernels:.2f} ms, without the adapters' messages {silent:.2f} ms, ", end="")
+    print(f"of the base model {base['kernels_ms']:.2f} ms")
