@@ -87,9 +87,9 @@ class ServeOptions:
             check_real(ConfigError, "rate", self.rate, bounds, "from 0.001 to 1,000,000 requests a second")
         if self.peft is not None:
             check_real(ConfigError, "peft", self.peft, is_finite(self.peft) and self.peft > 0, "above 0, in seconds")
-            check_peft(self.shards)
             if 0 in self.registered:
                 raise ConfigError("registered is 0; PEFT is measured with adapters only: measure the base model apart")
+            check_peft(self.shards)
         check_real(ConfigError, "host_gb", self.host_gb, is_finite(self.host_gb) and self.host_gb > 0, "above 0")
         check_choice(ConfigError, "popularity", self.popularity, ("uniform", "zipf"))
         for policy in self.eviction:
