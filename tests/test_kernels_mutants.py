@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import resource
 import signal
 import sys
 import warnings
@@ -21,6 +23,7 @@ from slora_ref.ops.kernel_source import kernel_path
 from slora_ref.ops.ladder import ladder, make_launch, operation_of
 from slora_ref.ops.rungs import RUNGS
 
+MOST_CPU_S = 10  # of a mutant; the slowest that ends takes 3
 BARRIER = re.compile(r"__sync(?:threads|warp)\(")
 LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}
 HEADERS = sorted([*kernels_folder().glob("lora*.h"), *kernels_folder().glob("peers.h")])
@@ -78,9 +81,10 @@ def caught(kernel: str, folder: Path) -> bool:
 
 
 def outcome_of_a_child(question: Callable[[], bool]) -> bool:
-    """The answer that a forked child gives; its death by a signal is a yes.
+    """The answer that a forked child gives; its death by a signal is a yes, and so is that it never ends.
 
     A mutant writes wherever its wrong index leads. Guard pages stop what is near; what is far must not be this process.
+    And one that waits for what nobody says, goes on waiting.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,6 +92,7 @@ def outcome_of_a_child(question: Callable[[], bool]) -> bool:
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on where BLAS has threads; none is used
         child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
         answer = 2  # anything unforeseen
         try:
             answer = 0 if question() else 1
@@ -103,5 +108,10 @@ def outcome_of_a_child(question: Callable[[], bool]) -> bool:
 def test_a_child_that_dies_has_caught_the_mutant_and_one_that_raises_has_not() -> None:
     assert outcome_of_a_child(lambda: os.kill(os.getpid(), signal.SIGKILL) is None)
     assert outcome_of_a_child(lambda: True) and not outcome_of_a_child(lambda: False)
+
+
+def test_a_child_that_never_ends_has_caught_the_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_kernels_mutants.MOST_CPU_S", 1)
+    assert outcome_of_a_child(lambda: all(itertools.repeat(True)))
     with pytest.raises(AssertionError, match="no mutant should cause"):
         outcome_of_a_child(lambda: 1 // 0 == 0)
