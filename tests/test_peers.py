@@ -96,17 +96,32 @@ def test_hosts_of_their_own_have_no_mailboxes(monkeypatch: pytest.MonkeyPatch) -
     assert opened(monkeypatch, 2)[0] == [None, None]
 
 
-def test_memory_that_cannot_be_opened_by_one_is_used_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_wait_no_longer_when_nccl_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To abort it may take the end of what runs on the GPU."""
+    install(monkeypatch, 0, host_kernels())
+    open_mailbox = importlib.import_module("slora_ref.ops.cuda_peers").open_mailbox
+    group = thread_communicators(2)
+    stopped: list[int] = []
+    group[0].on_loss.append(lambda: stopped.append(int(boxes[0].stop[0])))  # as NcclCommunicator, which is made first
+    with without_shape_checks(), ThreadPoolExecutor(2) as threads:
+        boxes = list(threads.map(open_mailbox, group))
+    for lost in group[0].on_loss:
+        lost()
+    assert stopped == [1]
+
+
+@pytest.mark.parametrize("refused", ["ipcGetMemHandle", "ipcOpenMemHandle"])
+def test_memory_that_one_cannot_share_is_used_by_none(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 0, host_kernels())
     runtime, tried = importlib.import_module("slora_ref.ops.cuda_peers").runtime, count()
-    before = runtime.ipcOpenMemHandle
+    before = getattr(runtime, refused)
 
-    def fails_once(handle: bytes, flags: int) -> int:
+    def fails_once(*arguments: Any) -> Any:
         if next(tried) == 0:
-            raise runtime.CUDARuntimeError("peer access is not supported")
-        return int(before(handle, flags))
+            raise runtime.CUDARuntimeError("the operation is not supported")
+        return before(*arguments)
 
-    monkeypatch.setattr(runtime, "ipcOpenMemHandle", fails_once)
+    monkeypatch.setattr(runtime, refused, fails_once)
     with without_shape_checks(), ThreadPoolExecutor(2) as threads:
         open_mailbox = importlib.import_module("slora_ref.ops.cuda_peers").open_mailbox
         assert list(threads.map(open_mailbox, thread_communicators(2))) == [None, None]

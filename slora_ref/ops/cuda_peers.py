@@ -6,6 +6,7 @@ no kernels. NVLink multicast is not used.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import cupy
@@ -37,7 +38,7 @@ def open_mailbox(host: Communicator) -> Mailbox | None:
     if host.all_gather(np.array([0 in addresses], np.uint8)).any():
         return None
     stop = cupyx.zeros_pinned((1,), np.int32)
-    host.on_loss.append(lambda: stop.fill(1))
+    host.on_loss.insert(0, lambda: stop.fill(1))  # before NCCL is aborted, which may wait for what runs on the GPU
     kept = cupy.cuda.UnownedMemory(memory, size, None)  # until the process ends: others may still write to it
     words = cupy.ndarray(size // 4, np.int32, cupy.cuda.MemoryPointer(kept, 0))
     offsets = np.array(addresses, np.int64) - memory
@@ -45,9 +46,10 @@ def open_mailbox(host: Communicator) -> Mailbox | None:
 
 
 def _card(memory: int) -> Array:
-    """[bytes] what others open memory by, and the host's name."""
+    """[bytes] what others open memory by, zeros where the system has no such thing, and the host's name."""
     card = np.zeros(HANDLE_BYTES + NAME_BYTES, np.uint8)
-    card[:HANDLE_BYTES] = np.frombuffer(bytes(runtime.ipcGetMemHandle(memory)), np.uint8)
+    with contextlib.suppress(runtime.CUDARuntimeError):
+        card[:HANDLE_BYTES] = np.frombuffer(bytes(runtime.ipcGetMemHandle(memory)), np.uint8)
     name = socket.gethostname().encode()[:NAME_BYTES]
     card[HANDLE_BYTES : HANDLE_BYTES + len(name)] = np.frombuffer(name, np.uint8)
     return card
@@ -55,7 +57,7 @@ def _card(memory: int) -> Array:
 
 def _address(card: Array, own: Array) -> int:
     """Where another shard's memory lies for this one; 0: it cannot be reached."""
-    if (card[HANDLE_BYTES:] != own[HANDLE_BYTES:]).any():
+    if not card[:HANDLE_BYTES].any() or (card[HANDLE_BYTES:] != own[HANDLE_BYTES:]).any():
         return 0
     try:
         return int(runtime.ipcOpenMemHandle(card[:HANDLE_BYTES].tobytes(), LAZY))
