@@ -127,6 +127,22 @@ def test_a_group_on_kernels_serves_as_one_engine_does(monkeypatch: pytest.Monkey
     assert {part for part, _ in replays[0].work} == {"communication", "lora_communication"}
 
 
+def test_who_interrupts_a_measurement_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others repeat messages that shard 0 does not, and the next step's would be taken for them."""
+    engine = kernel_engine(monkeypatch, ["x"], shards=2)
+    engine.generate([[5, 6, 7]], PARAMS, "x")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slora_ref.engine.leader.milliseconds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.executor.milliseconds()
+    with pytest.raises(ShardLost, match="shard 0 failed"):
+        engine.generate([[5, 6, 7]], PARAMS, "x")
+    assert_no_threads()
+
+
 def test_random_weights_are_the_same_on_any_number_of_shards() -> None:
     config = tiny_config(tie_word_embeddings=True)
     prompts = [[5, 6, 7, 8], [9, 10]]

@@ -64,6 +64,18 @@ class Leader:
             self.communicator.broadcast(order.encode())
 
     @contextlib.contextmanager
+    def doing(self, order: Order) -> Iterator[None]:
+        """All shards do as the order says, shard 0 in the body of this context; whatever interrupts it ends the group.
+
+        Raises:
+            ShardLost: a shard has died or failed.
+        """
+        message = order.encode()
+        with self.or_the_group_ends():
+            self.communicator.broadcast(message)
+            yield
+
+    @contextlib.contextmanager
     def together(self, order: Order, failed: type[SloraError] = ConfigError) -> Iterator[None]:
         """All shards do as the order says, shard 0 in the body of this context.
 
@@ -150,8 +162,8 @@ class GroupExecutor:
     def milliseconds(self, parts: Collection[Part] = ()) -> float:
         """Of parts of the last step, on all shards at once; see executor/timing.py."""
         assert isinstance(self._executor, KernelExecutor), "only launches are kept"
-        self._leader.tell(Order("time", {"parts": list(parts)}))
-        return milliseconds(self._executor, parts)
+        with self._leader.doing(Order("time", {"parts": list(parts)})):
+            return milliseconds(self._executor, parts)
 
     def start(self, batch: Batch, sampling: Sampling) -> GroupStep:
         """Starts one step on all shards.
@@ -159,8 +171,7 @@ class GroupExecutor:
         Raises:
             ShardLost: a shard has died or failed.
         """
-        self._leader.tell(run_order(batch, sampling))
-        with self._leader.or_the_group_ends():
+        with self._leader.doing(run_order(batch, sampling)):
             return GroupStep(self._leader, self._executor.start(batch, sampling))
 
 
