@@ -57,7 +57,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=["toy", *PRESETS], default=defaults.model, help=f"the toy, or a shape {default}")
     add("--device", choices=["cpu", "cuda"], default=defaults.device, help=f"where it runs {default}")
     add("--dtype", default=defaults.dtype, help=f"of all numbers {default}")
-    add("--registered", type=numbers, nargs="+", metavar="N", help="adapters, one row each (default: 5 100 2000 10000)")
+    registered = "adapters, one row each; 0: the base model alone (default: 5 100 2000 10000)"
+    add("--registered", type=numbers, nargs="+", metavar="N", help=registered)
     add("--requests", type=int, default=defaults.requests, help=f"in each run {default}")
     add("--rate", type=float, help="requests a second; without it, all come at once")
     add("--popularity", choices=["uniform", "zipf"], default=defaults.popularity, help=f"of the adapters {default}")
