@@ -61,7 +61,6 @@ def needs_two(test: Any) -> Any:
     return pytest.mark.skipif(gpus() < 2, reason=reason)(pytest.mark.usefixtures("as_followers_plan")(test))
 
 
-
 # --- one GPU ---
 
 

@@ -33,7 +33,8 @@ class EngineConfig:
             model's product (paper section 6), not between it and what reads both. Off, since on two H200s a decode step
             of a 13B shape took longer with it: see tests/gpu/two_gpus.sh.
         peer_messages: on GPUs of one host that can reach each other's memory, kernels move arrays of up to 8 MiB by
-            writing into it, in less time than NCCL takes; else, and what is larger, NCCL does.
+            writing into it, in less time than NCCL takes (with more than two, up to 8 MiB to all others together);
+            else, and what is larger, NCCL does.
         dtype: of weights, activations and pool; "auto": float32 on the CPU, float16 on a GPU. Sums are in float32.
         pool_pages: pages of the pool; None: as many as fit in pool_bytes.
         pool_bytes: size of the pool where pool_pages is None; None: 256 MiB on the CPU, and on a GPU all that is left.

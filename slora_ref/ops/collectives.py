@@ -54,7 +54,7 @@ class StepCommunicator(Communicator):
         return gathered
 
     def _note(self, collective: Collective, nbytes: int, purpose: Purpose) -> None:
-        """Counts what a kernel sends as what a ring would, like NCCL's; and waits, as `_do` does."""
+        """Counts what a kernel sends as what a ring would, like NCCL's; and waits for its end, as `_do` does."""
         self._ops.settle()
         self._ops.note(lambda: self.counts.add(collective, nbytes, purpose))
 

@@ -14,7 +14,7 @@ from slora_ref.shapes import Array, Int, Shaped
 from slora_ref.tp.shard import Shard
 
 CHUNK, CHUNKS = 16, 512  # bytes; a block of peers.h exchanges so many of them
-BLOCKS = 1024  # the most of a launch: 8 MiB, so that no message of a decode step of 128 rows goes another way
+BLOCKS = 1024  # the most of a launch: 8 MiB, so that no message of 128 rows of Llama goes another way between two
 
 
 def memory_bytes(shards: int, blocks: int = BLOCKS) -> int:

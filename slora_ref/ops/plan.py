@@ -2,8 +2,8 @@
 
 MBGMV serves rows one by one, MBGMM whole tiles of a segment; decode and prefill attention likewise. The choice depends
 on the length and rank of a segment and on the number of rows of the step (its bucket), or on the length of a span, and
-is made here, and only here. Arrays are padded to a size that depends on
-the number of rows alone, so that a captured graph fits every step of its bucket.
+is made here, and only here. Arrays are padded to a size that depends on the number of rows alone, so that a captured
+graph fits every step of its bucket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Shards as processes with a GPU each: NCCL moves the arrays of steps.
+"""Shards as processes with a GPU each: NCCL moves the arrays of steps, all or large ones.
 
-It does so on the stream that is current, so that collectives are captured in a graph like any launch. Orders and what
-else lies in host memory go through a communicator of the host.
+It does so on the stream that is current, so that collectives are captured in a graph like any launch. Small arrays may
+go another way (ops/cuda_peers.py); orders and what else lies in host memory go through a communicator of the host.
 
 NVLink multicast stays as the environment has it; nothing here asks for it.
 """

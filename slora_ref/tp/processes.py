@@ -1,7 +1,8 @@
 """Shards as processes that shard 0 starts on its host; each has a socket to it, for orders and for small arrays.
 
-On GPUs, NCCL moves the arrays of steps (nccl.py) and this carries the rest. A process that ends too early ends the
-group: shard 0 waits for each on a thread, and a follower looks whether its parent is still there.
+On GPUs, NCCL (nccl.py) or kernels (ops/cuda_peers.py) move the arrays of steps and this carries the rest. A process
+that ends too early ends the group: shard 0 waits for each on a thread, and a follower looks whether its parent is still
+there.
 """
 
 from __future__ import annotations
