@@ -1,6 +1,6 @@
 // computes: gathered[s] = shard s's x, on every shard
-// arrays: gathered [shards, chunks] and x [chunks] of 16 bytes; memory, offsets [shards], turns [blocks] and stop [1] are
-//         those of peers.h
+// arrays: gathered [shards, chunks] and x [chunks] of 16 bytes; memory, offsets [shards], turns [blocks] and stop [1]
+//         are those of peers.h
 // map: a block owns 512 chunks of x, a thread one of them
 // new here: one launch and one way over the link, in place of a library's collective that takes several
 // limits: x is a multiple of 16 bytes; at most `blocks` x 8 KiB; when the group has ended, `gathered` may stay as it is

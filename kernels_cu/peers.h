@@ -1,9 +1,13 @@
-// How the shards of one host exchange small arrays without a library: each puts its numbers into the memory of the others,
-// says so there, and waits until the others have said the same: one way over the link, and nobody reads across it.
+// How the shards of one host exchange small arrays without a library: each puts its numbers into the memory of the
+// others, says so there, and waits until the others have said the same: one way over the link, and nobody reads across
+// it.
 //
-// The memory of a shard has letters [shards, 2, blocks, CHUNKS] of 16 bytes, and behind them turns [shards, blocks]: from
-// whom, which of two turns, and for which block. Block b has only to do with the others' block b, and a letter is written
-// anew two turns later: by then its reader has said that it has come to the turn between, and so has read it.
+// The memory of a shard has letters [shards, 2, blocks, CHUNKS] of 16 bytes, and behind them turns [shards, blocks]:
+// from whom, which of two turns, and for which block. Block b has only to do with the others' block b, and a letter is
+// written anew two turns later: by then its reader has said that it has come to the turn between, and so has read it.
+//
+// More blocks may wait than a GPU holds at a time. That GPUs start blocks in the order of their numbers is taken for
+// granted, though CUDA does not promise it: then the first block that is not done everywhere runs, or will, everywhere.
 #pragma once
 
 constexpr int CHUNKS = 512;  // of 16 bytes that a block exchanges, one for each thread

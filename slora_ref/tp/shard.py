@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Worker `index` of `count`. Shard 0 leads: it schedules, allocates pages and samples."""
+    """Worker `index` of `count`. Shard 0 leads: it schedules and allocates pages."""
 
     index: int = 0
     count: int = 1
