@@ -1,6 +1,7 @@
 """NCCL: in a group of one, and shard 0 of two without the other, on one GPU; shards as processes, where there are two.
 
-What needs no GPU is tested in test_tp.py, test_shards.py and test_branch.py.
+There kernels move whole chunks of small arrays, and so nearly all that T0 has, unless the test says no.
+What needs no GPU is tested in test_tp.py, test_shards.py, test_branch.py and test_peers.py.
 """
 
 from __future__ import annotations
@@ -179,11 +180,11 @@ def as_followers_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "ONE_BY_ONE_UP_TO", AS_SHIPPED)
 
 
-def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False) -> Engine:
+def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False, peers: bool = True) -> Engine:
     """An engine of T0 over two GPUs; each adapter of the tests is registered."""
     sizes = {"pool_pages": 3000, "max_running": 8, "max_batched_tokens": 64}
     options = {"communicator": "nccl", "dtype": dtype, "overlap_lora": overlap, "enforce_eager": eager}
-    config = EngineConfig(device="cuda", shards=2, **options, **sizes)
+    config = EngineConfig(device="cuda", shards=2, peer_messages=peers, **options, **sizes)
     engine = Engine.from_pretrained(model_folder(), config)
     for name in ADAPTERS:
         engine.add_adapter(name, adapter_folder(name))
@@ -205,9 +206,10 @@ def test_two_gpus_serve_as_the_dense_model_says(dtype: str, eager: bool, overlap
 
 
 @needs_two
-def test_two_gpus_answer_late_as_the_dense_model_says() -> None:
+@pytest.mark.parametrize("peers", [True, False])
+def test_two_gpus_answer_late_as_the_dense_model_says(peers: bool) -> None:
     """No token is sent: both GPUs sample the same ones. The second time by captured graphs."""
-    engine = two_gpus("float32")
+    engine = two_gpus("float32", peers=peers)
     for _ in range(2):
         for done, params, name in zip(engine.generate(*LATE), *LATE[1:], strict=True):
             assert_right(done, name, params)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a machine with two GPUs: NCCL and tensor parallelism against NumPy and the dense model, then a decode step of a 13B
-# and a 30B shape on one GPU and on two, the 13B one also with LoRA's messages beside the base model's products; 64
-# requests over no and over 64 adapters of rank 16. What needs one GPU runs on both at a time. Writes logs and one JSON
-# file for each measurement to the folder given (default: here), and prints the bars beside what was found. About three
-# minutes. Exit code: the first failure.
+# On a machine with two GPUs: NCCL and tensor parallelism, whose small arrays go by kernels, against NumPy and the dense
+# model, then a decode step of a 13B and a 30B shape on one GPU and on two, the 13B one also with LoRA's messages beside
+# the base model's products; 64 requests over no and over 64 adapters of rank 16. What needs one GPU runs on both at a
+# time. Writes logs and one JSON file for each measurement to the folder given (default: here), and prints the bars
+# beside what was found. About three minutes. Exit code: the first failure.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 logs=${1:-tests/gpu}
