@@ -110,7 +110,7 @@ def test_kernels_wait_no_longer_when_nccl_is_aborted(monkeypatch: pytest.MonkeyP
     assert stopped == [1]
 
 
-@pytest.mark.parametrize("refused", ["ipcGetMemHandle", "ipcOpenMemHandle"])
+@pytest.mark.parametrize("refused", ["malloc", "ipcGetMemHandle", "ipcOpenMemHandle"])
 def test_memory_that_one_cannot_share_is_used_by_none(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 0, host_kernels())
     runtime, tried = importlib.import_module("slora_ref.ops.cuda_peers").runtime, count()

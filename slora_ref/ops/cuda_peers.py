@@ -23,15 +23,13 @@ LAZY = 1  # cudaIpcMemLazyEnablePeerAccess, the one flag that there is
 
 
 def open_mailbox(host: Communicator) -> Mailbox | None:
-    """This shard's, on the current GPU; None on all shards if some cannot reach each other's memory.
+    """This shard's, on the current GPU; None on all shards if some cannot reach each other's memory, or have no room.
 
     Args:
         host: carries what lies in host memory. When the group ends, nobody is waited for any more.
     """
     shard, size = host.shard, memory_bytes(host.shard.count)
-    memory = runtime.malloc(size)
-    runtime.memset(memory, 0, size)
-    runtime.deviceSynchronize()  # before anybody else writes there
+    memory = _zeros(size)
     cards = host.all_gather(_card(memory))
     own = cards[shard.index]
     addresses = [memory if shard.index == index else _address(card, own) for index, card in enumerate(cards)]
@@ -43,6 +41,17 @@ def open_mailbox(host: Communicator) -> Mailbox | None:
     words = cupy.ndarray(size // 4, np.int32, cupy.cuda.MemoryPointer(kept, 0))
     offsets = np.array(addresses, np.int64) - memory
     return Mailbox(shard, words, cupy.asarray(offsets), cupy.zeros(BLOCKS, np.int32), stop)
+
+
+def _zeros(size: int) -> int:
+    """The address of so many bytes; 0: there is no room."""
+    try:
+        memory = int(runtime.malloc(size))
+    except runtime.CUDARuntimeError:
+        return 0
+    runtime.memset(memory, 0, size)
+    runtime.deviceSynchronize()  # before anybody else writes there
+    return memory
 
 
 def _card(memory: int) -> Array:
