@@ -369,6 +369,21 @@ def test_sixteen_bytes_unpack_and_pack(bench: Bench, dtype: Any) -> None:
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 
+def test_many_kernels_do_not_take_all_mappings_of_the_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's stack takes two; those of kernels that have not run for long are given back, and come again."""
+    monkeypatch.setattr("slora_ref.ops.host_kernels.MOST_STACKS", 600)
+    mappings = []
+    for number in range(6):
+        out = floats(512)
+        bench("float* out", f"out[threadIdx.x] = {number} + threadIdx.x;", out, threads=512)
+        np.testing.assert_array_equal(out, number + np.arange(512))
+        mappings.append(len(Path("/proc/self/maps").read_text().splitlines()))
+    assert max(mappings[1:]) < mappings[0] + 300
+    again = floats(512)
+    bench.kernels.run(Launch("kernel_1", np.dtype(np.float16), (1, 1, 1), 512, 0, {"a0": again}))
+    np.testing.assert_array_equal(again, np.arange(512))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_mma_multiplies_what_load_matrices_loads(bench: Bench, dtype: Any, order: str) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ FLAGS = (
     "-fno-strict-aliasing -U_FORTIFY_SOURCE -x c++"
 ).split()
 MESSAGE_BYTES = 1000
+MOST_STACKS = 8192  # threads, of all kernels: each takes two of the 65,530 mappings that Linux gives a process
 
 
 class _Argument(ctypes.Structure):
@@ -120,6 +122,7 @@ class HostKernels:
         key = (launch.kernel, launch.dtype.name)
         if key not in self._loaded:
             self._loaded[key] = ctypes.CDLL(str(self.library(launch.kernel, launch.dtype)))
+        _keep_stacks(self._loaded[key], launch.threads)
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         values = {name: None if value is None else np.asarray(value) for name, value in launch.arguments.items()}
         packed = [_pack(name, value) for name, value in values.items()]
@@ -136,6 +139,16 @@ class HostKernels:
         )
         if self._loaded[key].host_launch(ctypes.byref(request)):
             raise KernelError(f"{launch.kernel}: {message.value.decode()}")
+
+
+_stacks: OrderedDict[Any, int] = OrderedDict()  # of the process: each library's threads; the one that ran last is last
+
+
+def _keep_stacks(library: Any, threads: int) -> None:
+    """Threads of the kernels that ran last keep their stacks; the system does not allow a process many more."""
+    _stacks[library] = max(threads, _stacks.pop(library, 0))
+    while sum(_stacks.values()) > MOST_STACKS:
+        _stacks.popitem(last=False)[0].release_stacks()
 
 
 def _pack(name: str, value: Array | None) -> _Argument:
