@@ -246,10 +246,5 @@ template <class... P> static int launch(void (*kernel)(P...), Request* asked) {
     release(*dynamic_shared);
     return failed;
 }
+extern "C" void release_stacks() { munmap(stacks, MOST_THREADS * STACK), stacks = 0; for (auto& f : fibers) f.made = 0;}
 }  // namespace shim
-// Gives back the threads' stacks, each two mappings with its guard page: a process has 65,530, for all kernels together.
-extern "C" void release_stacks() {
-    if (shim::stacks) munmap(shim::stacks, shim::MOST_THREADS * shim::STACK);
-    shim::stacks = nullptr;
-    for (shim::Fiber& fiber : shim::fibers) fiber.made = false;
-}
