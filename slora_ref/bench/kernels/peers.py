@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from slora_ref.bench.kernels.cases import HIDDEN
-from slora_ref.bench.kernels.rows import RowCase, draw
+from slora_ref.bench.kernels.rows import RowCase, draw, exact
 from slora_ref.ops.launch import Arguments
 from slora_ref.ops.peer_arguments import CHUNK, CHUNKS, Mailbox, memory_bytes, peer_gather, peer_reduce
 from slora_ref.tp.shard import Shard
@@ -47,7 +47,7 @@ def peer_sum(rows: int) -> RowCase:
 
     def check(before: Arguments, after: Arguments) -> float:
         want = before["x"].astype(np.float32) + letter(before, before["x"]).astype(np.float32)
-        return 0.0 if bool((after["x"] == want.astype(np.float16)).all()) else 1.0
+        return exact((after["x"] == want.astype(np.float16)).all())
 
     return RowCase("peer_reduce", rows, 4 * 2 * rows * HIDDEN, make, check, most=8)
 
@@ -61,6 +61,6 @@ def peer_parts(rows: int) -> RowCase:
 
     def check(before: Arguments, after: Arguments) -> float:
         want = cupy.stack([before["x"], letter(before, before["x"])])
-        return 0.0 if bool((after["gathered"] == want).all()) else 1.0
+        return exact((after["gathered"] == want).all())
 
     return RowCase("peer_gather", rows, 5 * 4 * rows * T_COLUMNS, make, check, "float32", most=8)

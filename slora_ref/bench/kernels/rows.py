@@ -69,6 +69,11 @@ def draw(random: Any, *shape: int) -> Any:
     return to_bits(random.standard_normal(shape, dtype=np.float32), np.float16).view(np.float16)
 
 
+def exact(right: Any) -> float:
+    """The error of a result that is no number: 0 or 1."""
+    return 0.0 if bool(right) else 1.0
+
+
 def difference(got: Any, want: Any) -> float:
     """max |error| / max |reference|."""
     return float(cupy.abs(to_float64(got) - want).max() / cupy.abs(want).max())

@@ -13,7 +13,7 @@ import numpy as np
 
 from slora_ref.bench.kernels.cases import HIDDEN
 from slora_ref.bench.kernels.peers import peer_parts, peer_sum
-from slora_ref.bench.kernels.rows import LAYERS, POSITIONS, VOCAB, RowCase, draw
+from slora_ref.bench.kernels.rows import LAYERS, POSITIONS, VOCAB, RowCase, draw, exact
 from slora_ref.config import TARGETS
 from slora_ref.ops import lora_arguments, row_arguments, sample_arguments
 from slora_ref.ops.launch import Arguments
@@ -28,11 +28,6 @@ def step_cases(rows: int) -> list[RowCase]:
     """One of each, for a step of so many rows, each with an adapter and a sequence of its own."""
     entered = [lookup(rows), join(rows), feed(rows), enter(rows), gather(rows), threshold(rows), token(rows)]
     return [*entered, peer_sum(rows), peer_parts(rows)]
-
-
-def exact(right: Any) -> float:
-    """The error of a result that is no number: 0 or 1."""
-    return 0.0 if bool(right) else 1.0
 
 
 def numbers(count: int) -> Any:
