@@ -72,6 +72,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("__syncthreads();  // the sums are written before the lower half adds them", ""),
         ("if (!active || group > 0) return;", "if (!active) return;"),
         ("bool active = at.count > 0,", "bool active = true,"),
+        ("if (step < rows) __syncthreads();", ""),
+        ("row < rows; row += step", "row < step; row += step"),
     ],
     "mbgmm_shrink_2_rows": [
         ("if (lane == 0 && m < count)", "if (lane == 0)"),

@@ -151,6 +151,7 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
     if operation.startswith(LORA):
         shapes = [SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA]
         shapes += [MANY_LORA, PAGED_LORA] if operation.startswith("lora") else [STAGED_LORA]
+        shapes += [MANY_LORA] if operation == "mbgmv_expand" else []  # blocks that serve several rows
         return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
         **{

@@ -8,6 +8,7 @@ from typing import Any
 import kernel_cases as cases
 import numpy as np
 import pytest
+from conftest import AS_SHIPPED
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_shapes import SMALL_LORA, fixed_cases
@@ -136,18 +137,48 @@ def test_kernels_without_work_are_left_out_unless_launches_are_fixed(pairs: Any,
     assert fixed.kernels == (("lora",) if one_launch else ("mbgmv", "mbgmm"))
 
 
-@given(lengths=LENGTHS, rank=st.integers(1, 128), padding=st.integers(0, 5))
-def test_rows_share_an_adapter_only_where_the_step_times_its_rank_is_large(
-    lengths: list[int], rank: int, padding: int
-) -> None:
-    """The decision is the same at every length from two on."""
+@pytest.fixture
+def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are planned as outside of tests."""
+    for name, value in AS_SHIPPED.items():
+        monkeypatch.setattr(plan, name, value)
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("lengths", "rank", "tall"),
+    [
+        ([48] * 5, 8, 5),  # each saves 47 reads of rank 8: more than its tile and the launch cost
+        ([1] * 210 + [2] * 15, 8, 0),  # pairs save less than their tiles cost
+        ([1] * 210 + [2] * 15, 64, 0),  # at rank 64, too
+        ([3] * 40, 64, 40),
+        ([3] * 40 + [1] * 100, 64, 0),  # 100 rows that are alone would lose more in such a launch
+        ([200] + [1] * 200, 8, 1),
+        ([213] * 3 + [1] * 250, 8, 3),  # beyond TOGETHER_UP_TO rows those have a launch of their own
+        ([63], 8, 0),
+        ([64] * 2, 8, 2),
+    ],
+)
+def test_rows_share_an_adapter_where_that_saves_more_than_it_costs(lengths: list[int], rank: int, tall: int) -> None:
     segments = replace(segments_of(list(enumerate(lengths))), rank=np.full(len(lengths), rank))
-    rows = sum(lengths) + padding
-    large = rows * rank > plan.ONE_BY_ONE_UP_TO
-    assert plan.uses_mbgmm(segments, rows).tolist() == [large and length > 1 for length in lengths]
-    made = plan.plan_lora(segments, rows)
-    alone = (made.row_slots >= 0).sum()
-    assert alone == (lengths.count(1) if large else sum(lengths))
+    shares = plan.uses_mbgmm(segments, sum(lengths))
+    assert shares.sum() == tall and (not tall or segments.length[shares].min() > 1)
+    made = plan.plan_lora(segments, sum(lengths))
+    assert (made.row_slots >= 0).sum() == sum(lengths) - segments.length[shares].sum()
+
+
+@given(pairs=SEGMENTS, padding=st.integers(0, 600))
+def test_rows_that_are_alone_never_make_others_share(pairs: list[tuple[int, int]], padding: int) -> None:
+    """Nor does a base row: what shares with them shares without them, and a longer segment shares if a shorter does."""
+    segments = segments_of(pairs)
+    rows = int(segments.length.sum()) + padding
+    shares = plan.uses_mbgmm(segments, rows)
+    assert not shares[(segments.adapter < 0) | (segments.length < 2)].any()
+    least = (segments.length * segments.rank - segments.rank)[shares].min(initial=2**62)
+    others = segments.length * segments.rank - segments.rank
+    assert not shares.any() or shares[others >= least].all()
+    without = plan.uses_mbgmm(segments_of([pair for pair, tall in zip(pairs, shares, strict=True) if tall]), rows)
+    assert without.all()
 
 
 @given(one=SEGMENTS, other=SEGMENTS, **MODES)

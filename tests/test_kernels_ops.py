@@ -160,7 +160,7 @@ STEPS = (
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of several rows share their adapter's weights, however small the step and the rank are."""
-    monkeypatch.setattr(plan, "ONE_BY_ONE_UP_TO", 0)
+    monkeypatch.setattr(plan, "LEAST_SAVED", 0)
 
 
 @pytest.mark.usefixtures("sharing")

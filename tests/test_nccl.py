@@ -177,7 +177,8 @@ def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def as_followers_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are planned as outside of tests: followers are processes, which conftest.py has not changed."""
-    monkeypatch.setattr(plan, "ONE_BY_ONE_UP_TO", AS_SHIPPED)
+    for name, value in AS_SHIPPED.items():
+        monkeypatch.setattr(plan, name, value)
 
 
 def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False, peers: bool = True) -> Engine:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from slora_ref.ops.grids import blocks
 from slora_ref.ops.launch import Grid
 
+MOST_BESIDE = 256  # rows that have blocks of their own; of more rows, MBGMM serves most, and empty blocks cost
+
 
 def outputs(sizes: SimpleNamespace) -> int:
     """Columns of y of all targets."""

@@ -21,24 +21,28 @@ NONE = -1  # no adapter, or no sequence
 def uses_mbgmm(segments: Segments, rows: int) -> Array:
     """Whether a segment's rows share the reads of its adapter's weights (MBGMM) or read them one by one (MBGMV).
 
-    Sharing pays when what it saves is more than what the tiles cost. An H200 reads weights again from its cache in less
-    time than that while the step is small.
+    Weights that are read again come from the cache, so a short segment saves little: a tile costs as much as TILE_COST
+    such reads. And all that is saved must be worth a launch of another kind, in which a row that is alone costs more.
+    It is counted in rows x rank, each a column of A and a row of B, as measured on an H200.
 
     Args:
         rows: of the step, with its padding.
     """
-    return (segments.length >= SHARED_FROM) & (rows * segments.rank > ONE_BY_ONE_UP_TO)
+    saved = (segments.length - 1) * segments.rank - TILE_COST
+    shares = saved > 0
+    alone = int((segments.length * segments.rank)[~shares].sum()) if rows <= TOGETHER_UP_TO else 0
+    return shares & bool(saved[shares].sum() > LEAST_SAVED + ALONE_BESIDE * alone)
 
 
-SHARED_FROM = 2  # rows of a segment
-ONE_BY_ONE_UP_TO = 1024  # rows of a step x rank: as many distinct adapters took less time than few in tiles, measured
+SHARED_FROM = 2  # rows of a segment, if its rank is large
+TILE_COST, LEAST_SAVED, ALONE_BESIDE = 80, 512, 0.5
 TOGETHER_UP_TO = 512  # rows of a step: beyond, MBGMM's tiles are larger, and one launch more matters less
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
 
 
 def tile_rows(rows: int) -> int:
     """The most rows of a tile in a step of so many rows: large tiles read weights less often, small ones fill a GPU."""
-    return 16 if rows <= 512 else 32 if rows <= 1024 else 64
+    return 16 if rows <= TOGETHER_UP_TO else 64
 
 
 def query_tile(rows: int) -> int:

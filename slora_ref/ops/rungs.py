@@ -68,7 +68,7 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "mbgmv_expand_3_in_flight": Rung(
         128,
-        lambda s: (lora.runs(s, lora.expand_lanes(s)), s.rows, 1),
+        lambda s: (lora.runs(s, lora.expand_lanes(s)), min(s.rows, lora.MOST_BESIDE), 1),
         lambda s: 4 * (s.t_columns + 64),
         HALVES,
         after_start=True,
