@@ -178,7 +178,7 @@ print(f"adapters cost most with {worst['adapters']} of them, {each} requests eac
 # %% [markdown]
 # The bytes say: the more adapters, the dearer. When a measurement says otherwise, it is the kernels' doing. An earlier
 # one had 32 adapters as the dearest, 0.92 ms: a tile of sixteen rows with two rows in it is mostly empty. To show such
-# things is what a floor is for: steps of few rows and low ranks now go row by row (`uses_mbgmm` in chapter 4).
+# things is what a floor is for: a few rows of a low rank now go one by one (`uses_mbgmm` in chapter 4).
 #
 # ## Exercise
 # - **Write** `floor_ms(hidden, ffn, layers, vocab, batch, ranks, context)`: the milliseconds that a decode step's
