@@ -22,11 +22,30 @@ HELPER NormRow norm_row(Num* out, Num* x, const Num* delta, const Num* weight, i
     row.rest = takes_part ? kept + int(threadIdx.x) : hidden;
     return row;
 }
+// As many threads as grids.norm_threads of ops/grids.py gives a block that computes nothing else.
+HELPER int norm_threads(int hidden) { return min(1024, max(256, 32 * ceil_div(hidden, 32 * KEPT * NUMS16))); }
+
 HELPER void load_chunks(uint4 (&chunks)[KEPT], const Num* from, const NormRow& row, bool wanted = true) {
 #pragma unroll
     for (int n = 0; n < KEPT; n++) {
         int i = row.first + n * row.step;
         chunks[n] = load16_once(from + i, wanted && i < row.kept);
+    }
+}
+// Weights may wait in shared memory, where registers have other uses: [chunks], each for the thread that has it copied.
+HELPER void stage_weights(uint4* staged, const NormRow& row) {
+#pragma unroll
+    for (int n = 0; n < KEPT; n++) {
+        int i = row.first + n * row.step;
+        if (i < row.kept) copy_async16(staged + i / NUMS16, row.weight + i);
+    }
+    copies_commit();
+}
+HELPER void take_chunks(uint4 (&chunks)[KEPT], const uint4* staged, const NormRow& row) {
+#pragma unroll
+    for (int n = 0; n < KEPT; n++) {
+        int i = row.first + n * row.step;
+        chunks[n] = i < row.kept ? staged[i / NUMS16] : uint4{0, 0, 0, 0};
     }
 }
 HELPER uint4 add_nums(uint4 a, uint4 b) {
