@@ -26,7 +26,8 @@ AddBench = Callable[..., argparse.ArgumentParser]
 COLUMNS = """waits p99: steps in which there was room for a request, but its adapter was not there yet (99 of 100
 requests waited no longer); hits: requests that found their adapter in the pool."""
 SERVE_COLUMNS = f"""Columns: of first: throughput beside the first row's; by bytes: the same, if all that is lost were
-the time to read more adapters (on a GPU); {COLUMNS}"""
+the time to read more adapters (on a GPU); prepared: the
+host's time to prepare the launches of steps whose shape came for the first time (on a GPU); {COLUMNS}"""
 LOAD_COLUMNS = f"Columns: hidden: share of the loads' time in which the engine did not stand still for them; {COLUMNS}"
 PEFT_S = 60.0
 

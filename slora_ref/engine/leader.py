@@ -159,6 +159,11 @@ class GroupExecutor:
         """What shard 0 has sent."""
         return self._leader.communicator.counts
 
+    @property
+    def own(self) -> Executor:
+        """Shard 0's."""
+        return self._executor
+
     def milliseconds(self, parts: Collection[Part] = ()) -> float:
         """Of parts of the last step, on all shards at once; see executor/timing.py."""
         assert isinstance(self._executor, KernelExecutor), "only launches are kept"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from slora_ref.executor.counts import PreparationCounts
 from slora_ref.ops import KernelOps
 from slora_ref.ops.tape import Tape, Work
 
@@ -48,6 +49,9 @@ class KeptSteps:
         ops: the backend that launches.
         keep: False: nothing is kept, every step prepares its own launches.
         capture: False: nothing is captured (vLLM: enforce_eager).
+
+    Attributes:
+        counts: what was prepared and captured so far.
     """
 
     def __init__(self, ops: KernelOps, keep: bool = True, capture: bool = True) -> None:
@@ -55,6 +59,7 @@ class KeptSteps:
         self._valid_for: Hashable = None
         self.tapes: Shelf = OrderedDict()
         self.graphs: Shelf = OrderedDict()
+        self.counts = PreparationCounts()
 
     def valid_for(self, tables: Hashable) -> None:
         """Forgets all that was kept if these are other tables than before: then launches have other arguments."""
@@ -76,7 +81,7 @@ class KeptSteps:
         if kept is not None:
             kept.again()
             return kept
-        with self._ops.recording() as tape:
+        with self.counts.tape(), self._ops.recording() as tape:
             kept = Kept(tape, tape.replay, launch())
         if self._keep:
             _keep(shelf, shape, kept, MOST_TAPES)
@@ -94,7 +99,8 @@ class KeptSteps:
             after = before and before.behind.get(second)
             if not self._capture or before is None or after is None:
                 return None
-            graph = self._ops.graph(before.tape.then(after.tape))
+            with self.counts.graph():
+                graph = self._ops.graph(before.tape.then(after.tape))
             whole = Kept(graph.tape, graph.launch, after.result)
             _keep(self.graphs, (first, second), whole, MOST_GRAPHS)
         whole.again()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from slora_ref.ops.launch import Arguments, check_array, row_stride
+from slora_ref.ops.layouts import by_layout
 from slora_ref.shapes import Array, Float, Int
 
 
+@by_layout
 def rope_store(
     qkv: Float[Array, "rows qkv_width"],
     pages: Float[Array, "pages width"],
@@ -40,6 +42,7 @@ def rope_store(
     }
 
 
+@by_layout
 def paged_attention_decode(
     out: Float[Array, "rows q_width"],
     partial: Float[Array, "rows heads splits head_dim"],
@@ -73,6 +76,7 @@ def paged_attention_decode(
     }
 
 
+@by_layout
 def paged_attention_merge(
     out: Float[Array, "rows q_width"],
     partial: Float[Array, "rows heads splits head_dim"],
@@ -96,6 +100,7 @@ def paged_attention_merge(
     }
 
 
+@by_layout
 def paged_attention_prefill(
     out: Float[Array, "rows q_width"],
     q: Float[Array, "rows q_width"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import cupy
@@ -16,7 +16,13 @@ CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 COMPUTE_FLOAT32, DEFAULT_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F: sums in float32
 N, T = 0, 1
 ONE, ZERO = np.array(1, np.float32), np.array(0, np.float32)
+ONE_AT, ZERO_AT = ONE.ctypes.data, ZERO.ctypes.data
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for a Hopper GPU; given, or a captured product may not allocate it
+C_TYPES = {"P": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
+SIGNATURES = {
+    "cublasGemmEx": "P iiiii P Pii Pii P Pii ii",
+    "cublasGemmStridedBatchedEx": "P iiiii P Piiq Piiq P Piiq iii",
+}
 LIBRARIES = ("libcublas.so.13", "libcublas.so.12")
 
 
@@ -30,6 +36,8 @@ class Cublas:
     def __init__(self) -> None:
         cupy.matmul(*[cupy.ones((2, 2), np.float32)] * 2)  # loads CuPy's own cuBLAS
         self.library = _library()
+        for name, letters in SIGNATURES.items():  # so that numbers are taken as they are
+            getattr(self.library, name).argtypes = [C_TYPES[letter] for letter in letters.replace(" ", "")]
         self.handle, self.workspace = ctypes.c_void_p(), cupy.empty(WORKSPACE_BYTES, np.uint8)
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
@@ -61,11 +69,9 @@ class Cublas:
             y: [rows, d_out]; x: [rows, d_in]; weight: [d_out, d_in].
         """
         (rows, d_in), d_out = x.shape, weight.shape[0]
-        sizes = [ctypes.c_int(number) for number in (T, N, d_out, rows, d_in)]
-        one, factor = (ctypes.c_void_p(number.ctypes.data) for number in (ONE, ONE if add else ZERO))
-        arguments = (*sizes, one, *_matrix(weight), *_matrix(x), factor, *_matrix(y))
-        kind = (ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
-        return self._prepared("cublasGemmEx", (*arguments, *kind), keep=(y, x, weight))
+        sizes, factor = (T, N, d_out, rows, d_in), ONE_AT if add else ZERO_AT
+        arguments = (*sizes, ONE_AT, *_matrix(weight), *_matrix(x), factor, *_matrix(y))
+        return self._prepared("cublasGemmEx", (*arguments, COMPUTE_FLOAT32, DEFAULT_ALGORITHM), keep=(y, x, weight))
 
     def products(self, y: Any, x: Any, w: Any, scale: float = 1.0, add: bool = False) -> Callable[[], None]:
         """What computes y[b] = scale x[b] w[b], or y[b] += scale x[b] w[b], in one batched product.
@@ -77,22 +83,22 @@ class Cublas:
         (batch, rows, columns), inner = y.shape, x.shape[2]
         (turn_w, *left), (turn_x, *right), (_, *out) = (_stack(array) for array in (w, x, y))
         factors = np.array(scale, np.float32), np.array(add, np.float32)
-        one, kept = (ctypes.c_void_p(number.ctypes.data) for number in factors)
-        sizes = [ctypes.c_int(number) for number in (turn_w, turn_x, columns, rows, inner)]
-        kind = (ctypes.c_int(batch), ctypes.c_int(COMPUTE_FLOAT32), ctypes.c_int(DEFAULT_ALGORITHM))
-        arguments = (*sizes, one, *left, *right, kept, *out, *kind)
+        one, kept = (number.ctypes.data for number in factors)
+        kind = (batch, COMPUTE_FLOAT32, DEFAULT_ALGORITHM)
+        arguments = (turn_w, turn_x, columns, rows, inner, one, *left, *right, kept, *out, *kind)
         return self._prepared("cublasGemmStridedBatchedEx", arguments, keep=(y, x, w, factors))
 
     def _prepared(self, function: str, arguments: tuple[Any, ...], keep: tuple[Any, ...]) -> Callable[[], None]:
         """A call with its arguments packed, as often as it is called; what they point to is kept with it."""
-        multiply = partial(getattr(self.library, function), self.handle, *arguments)
+        call = partial(getattr(self.library, function), self.handle, *arguments)
+        return partial(_multiply, call, function, keep)
 
-        def run(keep: tuple[Any, ...] = keep) -> None:
-            failed = multiply()
-            if failed:
-                raise RuntimeError(f"{function} fails with status {failed}")
 
-        return run
+def _multiply(call: Callable[[], int], function: str, keep: tuple[Any, ...]) -> None:
+    """Starts a product, whose arrays stay where they are as long as this is kept."""
+    failed = call()
+    if failed:
+        raise RuntimeError(f"{function} fails with status {failed}")
 
 
 def _library() -> Any:
@@ -107,8 +113,7 @@ def _library() -> Any:
 
 def _matrix(array: Any) -> tuple[Any, ...]:
     """Address, type and row stride, as cuBLAS takes a matrix."""
-    kind = CUDA_TYPES[array.dtype.name]
-    return ctypes.c_void_p(array.data.ptr), ctypes.c_int(kind), ctypes.c_int(int(row_stride(array)))
+    return array.data.ptr, _cuda_type(array.dtype), int(row_stride(array))
 
 
 def _stack(array: Any) -> tuple[Any, ...]:
@@ -120,5 +125,10 @@ def _stack(array: Any) -> tuple[Any, ...]:
     _, rows, columns = array.shape
     turned = column != 1 and columns > 1
     leading = column if turned else row if rows > 1 else columns
-    kind = ctypes.c_int(CUDA_TYPES[array.dtype.name])
-    return T if turned else N, ctypes.c_void_p(array.data.ptr), kind, ctypes.c_int(leading), ctypes.c_longlong(between)
+    return T if turned else N, array.data.ptr, _cuda_type(array.dtype), leading, between
+
+
+@cache
+def _cuda_type(dtype: np.dtype[Any]) -> int:
+    """Asked for at every product that is prepared, where a dtype's name takes NumPy longer than all else."""
+    return CUDA_TYPES[dtype.name]

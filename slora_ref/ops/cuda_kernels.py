@@ -1,15 +1,14 @@
 """CudaKernels: compiles the .cu files with NVRTC through CuPy and launches them on the current stream.
 
 Every argument is checked and packed once; then a launch is one call of the driver, which allocates nothing and waits
-for nothing. It is cuLaunchKernelEx, for which CuPy has no call: on sm_90 a kernel that begins with wait_for_previous()
-may start before the kernel before it has ended (programmatic dependent launch).
+for nothing. How that is packed is in ops/cuda_call.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,33 +18,14 @@ import cupy
 import numpy as np
 
 from slora_ref.errors import KernelError
+from slora_ref.ops.cuda_call import PackedCall, launch_config
 from slora_ref.ops.kernel_source import dtype_macro, whole_source
 from slora_ref.ops.launch import Launch
+from slora_ref.ops.layouts import MOST_LAYOUTS, LaidOut
 
 ALIGNMENT = 16  # bytes; what one vector load needs
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without asking
-SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-SCALARS: dict[str, Any] = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
 HOST_MEMORY = 1  # cudaMemoryTypeHost: pinned
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a number and a union of 64 bytes, of which one int is used."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
 
 
 class CudaKernels:
@@ -62,6 +42,7 @@ class CudaKernels:
         self.early_start = early_start and int(self.device.compute_capability) >= 90
         self._functions: dict[tuple[str, str], Any] = {}
         self._coming: dict[tuple[str, str], Future[Any]] = {}
+        self._calls: dict[Hashable, PackedCall] = {}
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def compile_ahead(self, kernels: Iterable[tuple[str, Any]]) -> None:
@@ -96,39 +77,47 @@ class CudaKernels:
         Raises:
             KernelError: an argument does not fit, or (when it is called) the driver refuses the launch.
         """
-        for name, value in launch.arguments.items():
-            self._check(name, value)
+        call, arguments = self._call(launch), launch.arguments
+        addresses = [self._address(name, arguments[name]) for name in call.arrays]
         if 0 in launch.grid:
             return _nothing
+        return partial(_start, call.with_addresses(addresses), launch)
+
+    def _call(self, launch: Launch) -> PackedCall:
+        """The driver's call for a launch, and for all that differ from it in addresses alone."""
+        stream = cupy.cuda.get_current_stream().ptr
+        if not isinstance(launch.arguments, LaidOut):
+            return self._pack(launch, stream)
+        how = (launch.kernel, launch.dtype, launch.grid, launch.threads, launch.shared, launch.after_start)
+        key = (*how, launch.arguments.layout, stream)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) == MOST_LAYOUTS:
+                self._calls.clear()
+            call = self._calls[key] = self._pack(launch, stream)
+        return call
+
+    def _pack(self, launch: Launch, stream: int) -> PackedCall:
         function = self.function(launch.kernel, launch.dtype)
         if launch.shared > PLAIN_SHARED and function.max_dynamic_shared_size_bytes < launch.shared:
             function.max_dynamic_shared_size_bytes = launch.shared
-        values = [_ctype(value) for value in launch.arguments.values()]
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        config = _config(launch, early=launch.after_start and self.early_start)
+        config = launch_config(launch, stream, early=launch.after_start and self.early_start)
         handle = ctypes.c_void_p(function.kernel.ptr)
-        start = partial(self._driver.cuLaunchKernelEx, ctypes.byref(config), handle, pointers, None)
+        return PackedCall(partial(self._driver.cuLaunchKernelEx, ctypes.byref(config), handle), launch.arguments)
 
-        def run(keep: tuple[Any, ...] = (launch, values)) -> None:
-            failed = start()
-            if failed:
-                raise KernelError(f"{launch.kernel}: the driver refuses the launch with error {failed}")
-
-        return run
-
-    def _check(self, name: str, value: Any) -> None:
-        if value is None or isinstance(value, np.generic):
-            return
-        if isinstance(value, np.ndarray):
-            if not is_pinned(value):
+    def _address(self, name: str, array: Any) -> int:
+        """Where an array lies, if a kernel can take it."""
+        if isinstance(array, np.ndarray):
+            if not is_pinned(array):
                 raise KernelError(f"argument {name}: is in pageable host memory; put it on the GPU, or pin it")
-            address = value.ctypes.data
-        elif value.device.id != self.device.id:
-            raise KernelError(f"argument {name}: is on device {value.device.id}, the kernels on {self.device.id}")
+            address = array.ctypes.data
+        elif array.data.device_id != self.device.id:
+            raise KernelError(f"argument {name}: is on device {array.device.id}, the kernels on {self.device.id}")
         else:
-            address = value.data.ptr
+            address = array.data.ptr
         if address % ALIGNMENT:
             raise KernelError(f"argument {name}: starts at {address:#x}, not at a multiple of {ALIGNMENT} bytes")
+        return int(address)
 
 
 def is_pinned(array: np.ndarray[Any, Any]) -> bool:
@@ -140,22 +129,8 @@ def _nothing() -> None:
     """A launch of no blocks."""
 
 
-def _config(launch: Launch, early: bool) -> _Config:
-    """The launch's sizes, and the one attribute that CuPy cannot give it."""
-    return _Config(
-        grid=launch.grid,
-        block=(launch.threads, 1, 1),
-        shared=launch.shared,
-        stream=cupy.cuda.get_current_stream().ptr,
-        attributes=ctypes.pointer(_Attribute(id=SERIALIZATION, value=1)),
-        count=int(early),
-    )
-
-
-def _ctype(value: Any) -> Any:
-    """An argument as the driver takes it."""
-    if isinstance(value, np.generic):
-        return SCALARS[value.dtype.name](value.item())
-    if value is None:
-        return ctypes.c_void_p(0)
-    return ctypes.c_void_p(value.ctypes.data if isinstance(value, np.ndarray) else value.data.ptr)
+def _start(call: Callable[[], int], launch: Launch) -> None:
+    """Starts a launch, whose arrays stay where they are as long as this is kept."""
+    failed = call()
+    if failed:
+        raise KernelError(f"{launch.kernel}: the driver refuses the launch with error {failed}")

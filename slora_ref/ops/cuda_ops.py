@@ -51,7 +51,8 @@ class CudaOps(CudaLoads):
         self.overlaps = overlap
         self.branch_stream = cupy.cuda.Stream(non_blocking=True)
         self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-        self._memory: dict[tuple[str, str], Any] = {}
+        self._memory: dict[tuple[str, np.dtype[Any]], Any] = {}
+        self._views: dict[tuple[str, tuple[int, ...], Any], Any] = {}
         self._zero_rows = cupy.zeros(0, np.int32)
 
     def prepare(self, launch: Launch) -> Work:
@@ -66,10 +67,16 @@ class CudaOps(CudaLoads):
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """The memory kept for `name`, enlarged when it is too small."""
-        key, size = (name, np.dtype(dtype).name), math.prod(shape)
-        memory = self._memory.get(key)
+        view = self._views.get((name, shape, dtype))
+        if view is None:
+            view = self._views[name, shape, dtype] = self._view(name, shape, np.dtype(dtype))
+        return view
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        memory, size = self._memory.get((name, dtype)), math.prod(shape)
         if memory is None or memory.size < size:
-            memory = self._memory[key] = cupy.empty(max(size, 1), np.dtype(dtype))
+            self._views.clear()  # or what is too small would stay
+            memory = self._memory[name, dtype] = cupy.empty(max(size, 1), dtype)
         return memory[:size].reshape(shape)
 
     def put(self, name: str, array: Array, dtype: Any) -> Array:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from slora_ref.errors import KernelError
-from slora_ref.ops.launch import Arguments, Grid, Launch
+from slora_ref.ops.launch import Arguments, Grid, Launch, Sizes, sizes_of
+from slora_ref.ops.layouts import LaidOut
 from slora_ref.ops.rungs import RUNGS
 
-Sizes = tuple[tuple[str, int], ...]  # a kernel's integer arguments, with their names
 MOST_SIZES = 4096  # that are remembered
 
 
@@ -82,8 +82,8 @@ def usable(dtype: Any) -> list[tuple[str, str]]:
 
 
 def _sizes(arguments: Arguments) -> Sizes:
-    """A kernel's integer arguments, with their names."""
-    return tuple([(name, int(value)) for name, value in arguments.items() if isinstance(value, np.integer)])
+    """See sizes_of."""
+    return arguments.layout.sizes if isinstance(arguments, LaidOut) else sizes_of(arguments)
 
 
 def _named(sizes: Sizes, dtype: np.dtype[Any]) -> SimpleNamespace:

@@ -15,6 +15,7 @@ from slora_ref.errors import KernelError
 
 Grid = tuple[int, int, int]
 Arguments = dict[str, Any]  # by name, in the kernel's order: arrays, None for an absent one, or NumPy scalars
+Sizes = tuple[tuple[str, int], ...]  # a kernel's integer arguments, with their names
 INT_MAX = 2**31 - 1
 
 
@@ -70,6 +71,16 @@ def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]
     if strided and sizes[0] > 1 and (strides[0] < expected or strides[0] % itemsize):
         raise KernelError(f"argument {name}: strides {strides} of shape {tuple(sizes)}: rows overlap")
     return array
+
+
+def is_array(value: Any) -> bool:
+    """Whether an argument is one; else it is absent, or a scalar."""
+    return value is not None and not isinstance(value, np.generic)
+
+
+def sizes_of(arguments: Arguments) -> Sizes:
+    """A kernel's integer arguments, with their names."""
+    return tuple([(name, int(value)) for name, value in arguments.items() if isinstance(value, np.integer)])
 
 
 def row_stride(array: Any) -> np.int32:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slora_ref.ops.launch import Arguments, check_array, row_stride
+from slora_ref.ops.layouts import by_layout
 from slora_ref.ops.tables import AdapterTables
 from slora_ref.shapes import Array, Float, Int
 
@@ -37,6 +38,7 @@ def lora_lookup(
     }
 
 
+@by_layout
 def lora_join(
     t: Float[Array, "splits rows targets t_columns"],
     parts: Float[Array, "shards splits rows targets part_columns"],
@@ -62,6 +64,7 @@ def lora_join(
     }
 
 
+@by_layout
 def mbgmv_shrink(
     t: Float[Array, "splits rows targets t_columns"],
     x: Float[Array, "rows d_in"],
@@ -73,6 +76,7 @@ def mbgmv_shrink(
     return _weights(pages, page_table, lora, len(x), t, x=x) | _shrink_sizes(t, x, pages)
 
 
+@by_layout
 def mbgmv_expand(
     y: Float[Array, "rows d_outs"],
     t: Float[Array, "splits rows targets t_columns"],
@@ -85,6 +89,7 @@ def mbgmv_expand(
     return _weights(pages, page_table, lora, len(y), t, y=y, d_outs=d_outs) | _expand_sizes(y, t, pages, d_outs)
 
 
+@by_layout
 def mbgmm_shrink(
     t: Float[Array, "splits rows targets t_columns"],
     x: Float[Array, "rows d_in"],
@@ -98,6 +103,7 @@ def mbgmm_shrink(
     return first | _tiles(tiles) | _shrink_sizes(t, x, pages)
 
 
+@by_layout
 def mbgmm_expand(
     y: Float[Array, "rows d_outs"],
     t: Float[Array, "splits rows targets t_columns"],
@@ -112,6 +118,7 @@ def mbgmm_expand(
     return first | _tiles(tiles) | _expand_sizes(y, t, pages, d_outs)
 
 
+@by_layout
 def lora_shrink(
     t: Float[Array, "splits rows targets t_columns"],
     x: Float[Array, "rows d_in"],
@@ -125,6 +132,7 @@ def lora_shrink(
     return _with_counts(mbgmm_shrink(t, x, pages, page_table, lora, tiles), counts)
 
 
+@by_layout
 def lora_expand(
     y: Float[Array, "rows d_outs"],
     t: Float[Array, "splits rows targets t_columns"],

@@ -8,9 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from slora_ref.ops.launch import Arguments, check_array, row_stride
+from slora_ref.ops.layouts import by_layout
 from slora_ref.shapes import Array, Float, Int
 
 
+@by_layout
 def rms_norm(
     out: Float[Array, "rows hidden"],
     x: Float[Array, "rows hidden"],
@@ -36,6 +38,7 @@ def rms_norm(
     }
 
 
+@by_layout
 def silu_mul(out: Float[Array, "rows ffn"], gate_up: Float[Array, "rows two_ffn"]) -> Arguments:
     """silu_mul: out = silu(gate) * up."""
     rows, ffn = out.shape
@@ -49,6 +52,7 @@ def silu_mul(out: Float[Array, "rows ffn"], gate_up: Float[Array, "rows two_ffn"
     }
 
 
+@by_layout
 def gather_rows(
     out: Float[Array, "rows columns"], source: Float[Array, "source_rows columns"], ids: Int[Array, " rows"]
 ) -> Arguments:

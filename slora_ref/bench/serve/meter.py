@@ -4,7 +4,7 @@ what the pool held after each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from slora_ref.batch import Batch
 from slora_ref.bench.decode.cases import BYTES_PER_S
 from slora_ref.config.presets import parameters
 from slora_ref.engine import Engine
-from slora_ref.executor import Executor, StartedStep
+from slora_ref.engine.leader import GroupExecutor
+from slora_ref.executor import Executor, KernelExecutor, PreparationCounts, StartedStep
 from slora_ref.executor.kernel_step import KernelStep
 from slora_ref.pager import PoolUsage
 from slora_ref.sampler import Sampling
@@ -40,7 +41,7 @@ class Meter:
         """Takes the executor's place."""
         self._inner: Executor = self.engine.executor
         self._weights = parameters(self.engine.model_config)
-        self._start = self.engine.clock.now()
+        self._start, self._prepared = self.engine.clock.now(), _prepared_by(self._inner)
         self.engine.executor = self
 
     def close(self) -> None:
@@ -70,7 +71,17 @@ class Meter:
         seconds = [step.seconds() for step in self.started if isinstance(step, KernelStep)]
         return sum(seconds) if seconds else None
 
+    def prepared(self) -> PreparationCounts:
+        """What the executor has prepared since; with shards, that of shard 0."""
+        return _prepared_by(self._inner) - self._prepared
+
     def sample(self) -> None:
         """After a step: what the pool holds."""
         self.times.append(self.engine.clock.now() - self._start)
         self.usages.append(self.engine.pool.usage())
+
+
+def _prepared_by(executor: Executor) -> PreparationCounts:
+    """So far; nothing, if launches are not kept there."""
+    own = executor.own if isinstance(executor, GroupExecutor) else executor
+    return replace(own.kept.counts) if isinstance(own, KernelExecutor) else PreparationCounts()

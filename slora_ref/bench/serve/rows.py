@@ -13,7 +13,7 @@ from slora_ref.bench.serve.session import Run, open_session
 from slora_ref.metrics import percentile
 
 Say = Callable[[str], None]
-SERVE_HEAD = "registered requests/s of first by bytes waits p99   hits  loads"
+SERVE_HEAD = "registered requests/s of first by bytes waits p99   hits  loads prepared"
 LOAD_HEAD = "registered policy  loads        MB   GB/s  hidden waits p99   hits"
 
 
@@ -94,6 +94,10 @@ def _common(options: ServeOptions, run: Run, eviction: str, link: float) -> dict
         "steps": len(run.meter.started),
         "rows_a_step": run.meter.rows / len(run.meter.started),
         "idle_fraction": None if run.device_s is None else max(0.0, 1 - run.device_s / run.seconds),
+        "prepared_tapes": run.prepared.tapes,
+        "prepared_s": run.prepared.tapes_s,
+        "captured_graphs": run.prepared.graphs,
+        "captured_s": run.prepared.graphs_s,
         "max_running": options.engine_config().max_running,
         "max_batched_tokens": options.engine_config().max_batched_tokens,
         "join_every": options.join_every,
@@ -126,7 +130,8 @@ def _serve_line(row: dict[str, Any]) -> str:
     explained = "-" if row["loss_by_bytes"] is None else f"{1 - row['loss_by_bytes']:.3f}"
     return (
         f"{row['registered']:10,} {row['requests_per_s']:10.2f} {row['of_first']:8.3f} {explained:>8} "
-        f"{row['waiting_steps_p99']:9.1f} {row['hit_rate']:6.1%} {row['loads']:6,}"
+        f"{row['waiting_steps_p99']:9.1f} {row['hit_rate']:6.1%} {row['loads']:6,} "
+        f"{row['prepared_s']:7.2f}s"
     )
 
 

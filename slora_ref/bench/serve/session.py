@@ -13,6 +13,7 @@ from slora_ref.bench.serve.meter import Meter
 from slora_ref.bench.serve.options import ServeOptions
 from slora_ref.bench.serve.traffic import draw_traffic, serve
 from slora_ref.engine import Completion, Engine
+from slora_ref.executor import PreparationCounts
 from slora_ref.prefetch import Eviction, PrefetchCounts
 from slora_ref.synthetic import write_adapters
 from slora_ref.toy import MODEL_FOLDER
@@ -29,6 +30,7 @@ class Run:
         device_s: of them, see Meter.
         load_s: seconds in which copies into the pool were under way.
         reads, bytes_read: folders read from disk during the run.
+        prepared: launches that were prepared for shapes of steps that had not come before.
     """
 
     registered: int
@@ -39,6 +41,7 @@ class Run:
     reads: int
     bytes_read: int
     counts: PrefetchCounts
+    prepared: PreparationCounts
     completions: list[Completion]
     meter: Meter
 
@@ -86,7 +89,7 @@ class Session:
             engine.prefetcher.poll()
         load_s, reads, nbytes = (b - a for a, b in zip(before, after, strict=True))
         times = registered, register_s, seconds, meter.device_s(), load_s
-        return Run(*times, int(reads), int(nbytes), counts, completions, meter)
+        return Run(*times, int(reads), int(nbytes), counts, meter.prepared(), completions, meter)
 
 
 def warm(engine: Engine) -> None:
