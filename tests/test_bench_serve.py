@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import without_shape_checks
+from serving import new_engine, without_shape_checks
 
+from slora_ref import SamplingParams
 from slora_ref.batch import Batch
 from slora_ref.bench.serve import ServeOptions, bench_load, bench_serve
 from slora_ref.bench.serve.meter import Meter
@@ -21,7 +22,7 @@ from slora_ref.bench.serve.session import Run, open_session
 from slora_ref.bench.serve.traffic import draw_traffic
 from slora_ref.cli.main import main
 from slora_ref.errors import ConfigError
-from slora_ref.executor import StartedStep
+from slora_ref.executor import PreparationCounts, StartedStep
 from slora_ref.sampler import Sampling
 
 SMALL = ServeOptions(registered=(2, 40), requests=40, distinct=5, lengths=(4, 12))
@@ -93,11 +94,26 @@ def test_a_run_says_what_happened() -> None:
         assert len(run.meter.times) == len(run.meter.usages) >= row["steps"]
         assert row["rows_a_step"] * row["steps"] == pytest.approx(run.meter.rows)
         assert row["idle_fraction"] is None, "a CPU waits for nobody"
+        assert (row["prepared_tapes"], row["captured_graphs"], row["prepared_s"]) == (0, 0, 0), "NumPy launches nothing"
         assert (row["max_running"], row["max_batched_tokens"], row["join_every"]) == (16, 256, 1)
         pages = {usage.kv + usage.adapter + usage.free for usage in run.meter.usages}
         assert len(pages) == 1 and run.meter.usages[-1].kv == 0
     assert rows[0]["of_first"] == 1.0
     assert rows[0]["adapter_bytes_of_steps"] < rows[1]["adapter_bytes_of_steps"]
+
+
+def test_a_meter_counts_what_was_prepared_since_it_was_made() -> None:
+    with without_shape_checks():
+        engine, params = new_engine(on="host"), SamplingParams(max_tokens=4, ignore_eos=True)
+        engine.generate([[1, 2, 3]], params)
+        first, meter = engine.executor.kept.counts.tapes, Meter(engine, None)
+        engine.generate([[1, 2, 3]], params)
+        assert first > 2 and meter.prepared() == PreparationCounts(), "all of it was kept"
+        engine.generate([[1, 2, 3]] * 2, params)
+        since = meter.prepared()
+        assert since.tapes > 2 and since.graphs == 1 and since.tapes_s > 0
+        assert engine.executor is meter and since.tapes + first == meter._inner.kept.counts.tapes
+        meter.close()
 
 
 def test_names_with_copies_of_their_own_are_read_one_by_one() -> None:

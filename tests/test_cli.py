@@ -272,7 +272,7 @@ def test_help_says_what_lists_are_by_default_and_what_columns_mean(capsys: pytes
     )
     for needed in ("(default: 64,128)", "(default: 0,1,8,32,64,128)", "(default: q_proj,k_proj,v_proj,o_proj)"):
         assert needed in decode
-    for column in ("of first", "by bytes", "waits p99", "hits"):
+    for column in ("of first", "by bytes", "waits p99", "hits", "prepared"):
         assert column in SERVE_HEAD and f"{column}: " in serve
     assert "(default: 8)" in serve and "llama-7b, llama-13b, llama-30b (random" in demo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,16 @@ def test_memory_of_a_captured_launch_is_not_handed_out_again() -> None:
     gc.collect()
     assert alive() is None
     cupy.cuda.Stream.null.use()
+
+
+def test_what_is_prepared_and_captured_is_counted() -> None:
+    steps = Steps()
+    for first, second in ("ab", "ab", "ab", "cb"):
+        steps.step(first, second)
+    counts = steps.kept.counts
+    assert (counts.tapes, counts.graphs) == (4, 1), "a, b behind a, c, b behind c; a with b"
+    assert counts.tapes_s > 0 and counts.graphs_s > 0
+    before = replace(counts)
+    steps.step("c", "b"), steps.step("d", "b")
+    since = counts - before
+    assert (since.tapes, since.graphs) == (2, 1) and 0 < since.tapes_s < counts.tapes_s
