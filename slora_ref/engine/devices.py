@@ -160,7 +160,8 @@ class KernelDevice(CpuDevice):
     def _executor(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> KernelExecutor:
         """What runs the model's steps."""
         tables, most = DeviceTables(self._ops, pool.sequence_pages, pool.adapters), config.max_batched_tokens
-        return KernelExecutor(model, self._ops, tables, most, capture=not config.enforce_eager)
+        how = {"capture": not config.enforce_eager, "fused": config.fuse_lora}
+        return KernelExecutor(model, self._ops, tables, most, **how)
 
 
 class CudaDevice(KernelDevice):

@@ -57,13 +57,20 @@ def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
     Raises:
         KernelError: there is none.
     """
-    return _fastest(operation, np.dtype(dtype), _sizes(arguments))
+    return _suitable(operation, np.dtype(dtype), _sizes(arguments))[-1]
+
+
+def fastest_or_none(operation: str, dtype: Any, arguments: Arguments) -> str | None:
+    """The same of an operation that may have no kernel, or none that suits the sizes: then None."""
+    kind = np.dtype(dtype)
+    found = _suitable(operation, kind, _sizes(arguments)) if has_kernel(operation, kind) else ()
+    return found[-1] if found else None
 
 
 @lru_cache(MOST_SIZES)
-def _fastest(operation: str, dtype: np.dtype[Any], sizes: Sizes) -> str:
+def _suitable(operation: str, dtype: np.dtype[Any], sizes: Sizes) -> tuple[str, ...]:
     suits = {name: RUNGS[name].suits for name in ladder(operation, dtype)}
-    return [name for name, test in suits.items() if test is None or test(_named(sizes, dtype))][-1]
+    return tuple(name for name, test in suits.items() if test is None or test(_named(sizes, dtype)))
 
 
 def usable(dtype: Any) -> list[tuple[str, str]]:
