@@ -41,14 +41,14 @@ def test_the_driver_finds_each_argument_where_its_pointer_says() -> None:
     log: list[list[Any]] = []
     packed = PackedCall(received(log), ARGUMENTS)
     assert packed.arrays == ["first", "last"]
-    one, other = packed.with_addresses([1 << 47, 0x200]), packed.with_addresses([0x300, (1 << 64) - 16])
-    for call in (one, other, one):
-        assert call() == 0
+    one, other = packed.block([1 << 47, 0x200]), packed.block([0x300, (1 << 64) - 16])
+    for block in (one, other, one):
+        assert packed.call(block, None) == 0
     scalars = [-7, -(1 << 40), np.float32(1e-5)]
     want = [[1 << 47, None, *scalars, 0x200], [0x300, None, *scalars, (1 << 64) - 16]]
     assert log == [want[0], want[1], want[0]]
     with pytest.raises(ValueError, match="zip"):
-        packed.with_addresses([1])
+        packed.block([1])
 
 
 def matrix(at: int, kind: int, rows: int, columns: int, leading: int) -> np.ndarray:

@@ -90,15 +90,14 @@ class Cublas:
 
     def _prepared(self, function: str, arguments: tuple[Any, ...], keep: tuple[Any, ...]) -> Callable[[], None]:
         """A call with its arguments packed, as often as it is called; what they point to is kept with it."""
-        call = partial(getattr(self.library, function), self.handle, *arguments)
-        return partial(_multiply, call, function, keep)
+        return partial(_multiply, getattr(self.library, function), (self.handle, *arguments), keep)
 
 
-def _multiply(call: Callable[[], int], function: str, keep: tuple[Any, ...]) -> None:
+def _multiply(function: Any, arguments: tuple[Any, ...], keep: tuple[Any, ...]) -> None:
     """Starts a product, whose arrays stay where they are as long as this is kept."""
-    failed = call()
+    failed = function(*arguments)
     if failed:
-        raise RuntimeError(f"{function} fails with status {failed}")
+        raise RuntimeError(f"{function.__name__} fails with status {failed}")
 
 
 def _library() -> Any:

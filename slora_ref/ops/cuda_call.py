@@ -10,7 +10,6 @@ import ctypes
 import struct
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,25 +62,26 @@ class PackedCall:
         arguments: of one such launch; addresses are not kept.
 
     Attributes:
+        call: as given.
         arrays: the names of those that are arrays.
     """
 
     def __init__(self, call: Callable[..., int], arguments: Arguments) -> None:
         self.arrays = [name for name, value in arguments.items() if is_array(value)]
         names, count = list(arguments), len(arguments)
-        self._call, self._places = call, [names.index(name) for name in self.arrays]
+        self.call, self._places = call, [names.index(name) for name in self.arrays]
         self._words = [0 if value is None or is_array(value) else _word(value) for value in arguments.values()]
         self._pack, self._bytes = struct.Struct(f"={2 * count}Q").pack_into, WORD * count
-        self._block: Callable[[], Any] = ctypes.c_char * (2 * self._bytes)
+        self._new_block: Callable[[], Any] = ctypes.c_char * (2 * self._bytes)
 
-    def with_addresses(self, addresses: Seq[int]) -> Callable[[], int]:
-        """The call for arrays at these addresses; as often as it is called."""
-        words, block = self._words.copy(), self._block()
+    def block(self, addresses: Seq[int]) -> Any:
+        """What the call takes for arrays at these addresses, as often as it is called."""
+        words, block = self._words.copy(), self._new_block()
         for place, address in zip(self._places, addresses, strict=True):
             words[place] = address
         start = ctypes.addressof(block) + self._bytes
         self._pack(block, 0, *range(start, start + self._bytes, WORD), *words)
-        return partial(self._call, block, None)
+        return block
 
 
 def _word(scalar: np.generic) -> int:

@@ -81,7 +81,7 @@ class CudaKernels:
         addresses = [self._address(name, arguments[name]) for name in call.arrays]
         if 0 in launch.grid:
             return _nothing
-        return partial(_start, call.with_addresses(addresses), launch)
+        return partial(_start, call.call, call.block(addresses), launch)
 
     def _call(self, launch: Launch) -> PackedCall:
         """The driver's call for a launch, and for all that differ from it in addresses alone."""
@@ -127,8 +127,8 @@ def _nothing() -> None:
     """A launch of no blocks."""
 
 
-def _start(call: Callable[[], int], launch: Launch) -> None:
+def _start(call: Callable[..., int], block: Any, launch: Launch) -> None:
     """Starts a launch, whose arrays stay where they are as long as this is kept."""
-    failed = call()
+    failed = call(block, None)
     if failed:
         raise KernelError(f"{launch.kernel}: the driver refuses the launch with error {failed}")
