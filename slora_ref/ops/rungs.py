@@ -163,7 +163,7 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "rms_norm_1_naive": Rung(128, lambda s: (s.rows, 1, 1), lambda s: 4 * 128),
     "rms_norm_2_vector": Rung(256, lambda s: (s.rows, 1, 1)),
-    "rms_norm_3_registers": Rung(grids.norm_threads, lambda s: (s.rows, 1, 1)),
+    "rms_norm_3_registers": Rung(grids.norm_threads, lambda s: (s.rows, 1, 1), after_start=True),
     "rms_norm_shrink_1_in_flight": Rung(
         grids.fused_threads,
         lambda s: (s.rows, 1, 1),
