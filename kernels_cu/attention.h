@@ -14,9 +14,6 @@ HELPER float exp2_approx(float x) {  // 2^x in one instruction, to 22 bits; subn
 }
 // Times q k, it makes a score whose softmax takes powers of two: 2^score is e^(q k / sqrt(head_dim)).
 HELPER float score_scale(int head_dim) { return LOG2_E * rsqrtf(static_cast<float>(head_dim)); }
-// One of a pair of numbers x, y that are turned: x's becomes turn(x, cos, y, -sin), y's turn(x, sin, y, cos). Which
-// product is rounded is said here, or a compiler might choose otherwise in another kernel.
-HELPER float turn(float x, float by_x, float y, float by_y) { return fmaf(x, by_x, y * by_y); }
 // The same number, of which the compiler knows nothing: what it makes is made again each time, not kept in registers.
 HELPER int fresh(int x) {
 #if ON_DEVICE
@@ -47,9 +44,8 @@ struct DecodeOutput {
     float2* stats;
     int heads, head_dim, splits, out_stride;
 };
-// Returns the number of out, if there is one split.
-HELPER Num add_warps(const DecodeOutput& to, long long row, int head, int split, int d, int warps, const float2* found,
-                     int gap, const float* parts, int pitch) {
+HELPER void add_warps(const DecodeOutput& to, long long row, int head, int split, int d, int warps, const float2* found,
+                      int gap, const float* parts, int pitch) {
     float largest = NEGATIVE_INFINITY, total = 0, sum = 0;
     for (int w = 0; w < warps; w++) largest = fmaxf(largest, found[w * gap].x);
     for (int w = 0; w < warps; w++) {
@@ -59,9 +55,8 @@ HELPER Num add_warps(const DecodeOutput& to, long long row, int head, int split,
     }
     long long place = (row * to.heads + head) * to.splits + split;
     if (to.splits > 1) to.partial[place * to.head_dim + d] = sum;
+    else to.out[row * to.out_stride + head * to.head_dim + d] = to_num(total == 0 ? 0.0f : sum / total);
     if (to.splits > 1 && d == 0) to.stats[place] = float2{largest * LN_2, total};
-    if (to.splits > 1) return Num{};
-    return to.out[row * to.out_stride + head * to.head_dim + d] = to_num(total == 0 ? 0.0f : sum / total);
 }
 
 #ifndef DTYPE_FLOAT32

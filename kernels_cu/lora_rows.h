@@ -91,27 +91,12 @@ HELPER void shrink_row(int own, uint4* x_part, float* t, const Num* x, const Wei
     else shrink_columns<WARPS, 4>(x_part, t, x, of, adapter, d_in, first, begin, end, whole);
 }
 
-// The sum of a number of t over its splits, in their order; the loads of SPLITS of them are in flight.
-HELPER float sum_of_splits(const float* t, int splits, long long split_stride) {
-    constexpr int SPLITS = 16;
-    float sum = 0, part[SPLITS];
-    for (int split = 0; split < splits; split += SPLITS) {
-#pragma unroll
-        for (int k = 0; k < SPLITS; k++) part[k] = split + k < splits ? t[(split + k) * split_stride] : 0.0f;
-#pragma unroll
-        for (int k = 0; k < SPLITS; k++)
-            if (split + k < splits) sum += part[k];
-    }
-    return sum;
-}
-
-// A run of chunks of a row of y + scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
+// A run of chunks of a row of y += scale t B. The block's THREADS are GROUPS that share the ranks, and a thread of a
 // group owns a chunk. Ranks are summed in classes, j mod CLASSES, in one order for 1, 2 or 4 groups.
-// t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others; store(to, at, numbers):
-// what becomes of the chunk of y at `to`, for all threads of the first group; beyond the output's end, at.count is 0.
-template <int THREADS, int GROUPS, int IN_FLIGHT, class Store>
-HELPER void expand_run(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of,
-                       Lora adapter, const Run& run, int splits, long long split_stride, Store store) {
+// t_row [t_columns + 16 GROUPS]; handed [NUMS16][THREADS]: sums that groups hand to others.
+template <int THREADS, int GROUPS, int IN_FLIGHT>
+HELPER void expand_row(float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of, Lora adapter,
+                       const Run& run, int splits, long long split_stride) {
     constexpr int CLASSES = 4, OWN = CLASSES / GROUPS, LANES = THREADS / GROUPS;
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, pieces = pieces_of(run.length, of.width);
     Chunk at = chunk_at(run.chunk + lane, run.length, of.width);
@@ -137,10 +122,7 @@ HELPER void expand_run(float* t_row, float (*handed)[THREADS], Num* y, const flo
     if (active && group == 0) before = load_nums(to, at.count);
     for (int j = threadIdx.x; j < adapter.rank + IN_FLIGHT * GROUPS; j += THREADS) {
         t_row[j] = 0;
-        // of few, the compiler has four in flight; so it is left alone where `splits` is a constant
-        if (splits > 4) t_row[j] = j < adapter.rank ? sum_of_splits(t + j, splits, split_stride) : 0.0f;
-        else
-            for (int split = 0; j < adapter.rank && split < splits; split++) t_row[j] += t[split * split_stride + j];
+        for (int split = 0; j < adapter.rank && split < splits; split++) t_row[j] += t[split * split_stride + j];
     }
     __syncthreads();  // t_row is written before all threads multiply with it
     for (int first = 0; whole && first < adapter.rank; first += IN_FLIGHT * GROUPS) {
@@ -174,35 +156,19 @@ HELPER void expand_run(float* t_row, float (*handed)[THREADS], Num* y, const flo
         for (int i = 0; i < NUMS16; i++)
             if (group < half) sums[0][i] += handed[i][threadIdx.x + half * LANES];
     }
-    if (group > 0) return;
+    if (!active || group > 0) return;
     unpack(before, numbers);
 #pragma unroll
     for (int i = 0; i < NUMS16; i++) numbers[i] += adapter.scale * sums[0][i];
-    store(to, at, pack(numbers));
+    store_nums(to, pack(numbers), at.count);
 }
 
-template <int THREADS, int MOST = 16, class Store>
-HELPER void expand_run(int groups, float* t_row, float (*handed)[THREADS], Num* y, const float* t,
-                       const Weights& of, Lora adapter, const Run& run, int splits, long long split_stride,
-                       Store store) {
-    if (groups == 1) expand_run<THREADS, 1, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride, store);
-    else if (groups == 2) expand_run<THREADS, 2, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride, store);
-    else expand_run<THREADS, 4, MOST>(t_row, handed, y, t, of, adapter, run, splits, split_stride, store);
-}
 template <int THREADS, int MOST = 16>
 HELPER void expand_row(int groups, float* t_row, float (*handed)[THREADS], Num* y, const float* t, const Weights& of,
                        Lora adapter, const Run& run, int splits, long long split_stride) {
-    auto store = [](Num* to, const Chunk& at, uint4 numbers) {
-        if (at.count > 0) store_nums(to, numbers, at.count);
-    };
-    expand_run<THREADS, MOST>(groups, t_row, handed, y, t, of, adapter, run, splits, split_stride, store);
-}
-// Chunks that a block owns: as many groups of its THREADS share the ranks as make the grid's `blocks` runs.
-template <int THREADS, int MOST_GROUPS>
-HELPER int chunks_of_a_block(const int (&d_out)[3], int width, int blocks) {
-    int chunks = THREADS;
-    while (chunks > THREADS / MOST_GROUPS && count_runs(chunks, d_out, width) < blocks) chunks /= 2;
-    return chunks;
+    if (groups == 1) expand_row<THREADS, 1, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else if (groups == 2) expand_row<THREADS, 2, 8>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
+    else expand_row<THREADS, 4, MOST>(t_row, handed, y, t, of, adapter, run, splits, split_stride);
 }
 
 // Work that blocks share: first `of_tile` parts of each of the `tall` tiles with several rows, then `of_row` parts of

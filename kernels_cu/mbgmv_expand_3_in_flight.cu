@@ -20,7 +20,9 @@ mbgmv_expand_3_in_flight(Num* y, const float* t, const Num* pages, const int* pa
     DYNAMIC_SHARED(float, t_row);              // [t_columns + 16 MOST_GROUPS], zeros beyond the rank
     SHARED(float, handed, [NUMS16][THREADS]);  // by groups to others
     launch_dependents();
-    int lanes = chunks_of_a_block<THREADS, MOST_GROUPS>({d_out0, d_out1, d_out2}, width, gridDim.x);
+    int lanes = THREADS;
+    while (lanes > THREADS / MOST_GROUPS && count_runs(lanes, {d_out0, d_out1, d_out2}, width) < int(gridDim.x))
+        lanes /= 2;
     Run run = find_run(blockIdx.x, lanes, {d_out0, d_out1, d_out2}, width);
     const Weights weights = {pages, page_table, width, page_stride};
     lora += run.target * rows;

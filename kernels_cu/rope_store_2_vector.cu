@@ -27,7 +27,7 @@ extern "C" __global__ void rope_store_2_vector(Num* qkv, Num* pages, const float
 #pragma unroll
         for (int k = 0; k < NUMS16; k++) {
             float c = k < count ? cos[angle + k] : 0.0f, s = k < count ? sin[angle + k] : 0.0f, x = low[k];
-            low[k] = turn(x, c, high[k], -s), high[k] = turn(x, s, high[k], c);
+            low[k] = x * c - high[k] * s, high[k] = high[k] * c + x * s;
         }
         store_nums(to, pack(low), count), store_nums(to + half, pack(high), count);
     } else {

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import kernel_cases as cases
-import kernel_fused_cases as fused
 from hypothesis import strategies as st
 from kernel_cases import LORA, Case, LoraShape
 
@@ -94,14 +93,6 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         "paged_attention_decode": lambda: built(
             cases.decode_case, dtype, head_dim=HEAD_DIM, contexts=contexts, splits=st.integers(1, 4), **HEADS
         ),
-        "paged_attention_decode_shrink": lambda: built(
-            fused.decode_shrink_case,
-            dtype,
-            head_dim=HEAD_DIM.filter(lambda n: n % 8 == 0),
-            contexts=contexts,
-            ranks=st.lists(st.integers(0, 16), min_size=1, max_size=4),
-            **HEADS,
-        ),
         "paged_attention_merge": lambda: built(
             cases.merge_case, dtype, heads=small, head_dim=HEAD_DIM, contexts=contexts, chunk=st.integers(1, 99)
         ),
@@ -115,17 +106,6 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
         ),
         "rope_store": lambda: built(
             cases.rope_case, dtype, rows=row_counts, heads=small, kv_heads=small, head_dim=HEAD_DIM, gap=GAPS
-        ),
-        "rope_store_expand": lambda: built(
-            fused.rope_expand_case,
-            dtype,
-            heads=small,
-            kv_heads=st.integers(1, 3),
-            head_dim=HEAD_DIM.filter(lambda n: n & (n - 1) == 0),
-            ranks=st.lists(st.tuples(*[st.sampled_from((0, *RANKS))] * 3), min_size=1, max_size=3),
-            owners=st.lists(st.integers(-1, 2), min_size=1, max_size=6),
-            splits=st.integers(1, 20),
-            gap=GAPS,
         ),
         "rms_norm": lambda: built(
             cases.rms_norm_case,
@@ -220,12 +200,6 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.decode_case(dtype, 4, 1, 1, 32, (35, 60), 1),
             cases.decode_case(dtype, 5, 2, 5, 32, (20, 37), 2),
         ],
-        "paged_attention_decode_shrink": lambda: [
-            fused.decode_shrink_case(dtype, 1, 3, 2, 80, (150, -1, 0, 1, 300), (16, 3, 5, 0), 3),
-            fused.decode_shrink_case(dtype, 2, 1, 4, 64, (33, 290, -1, 129), (8,)),
-            fused.decode_shrink_case(dtype, 3, 5, 1, 128, (140, 9), (9, 1)),
-            fused.decode_shrink_case(dtype, 4, 2, 5, 32, (20, 37), (2, 16)),
-        ],
         "paged_attention_merge": lambda: [
             cases.merge_case(dtype, 1, 3, 140, (30, -1, 0, 10, 95), 10),
             cases.merge_case(dtype, 2, 2, 20, (350, 12), 10),
@@ -241,12 +215,6 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.rope_case(dtype, 1, 6, 3, 2, 20, 3),
             cases.rope_case(dtype, 2, 5, 4, 2, 128),
             cases.rope_case(dtype, 3, 5, 2, 1, 6),
-        ],
-        "rope_store_expand": lambda: [
-            fused.rope_expand_case(dtype, 1, 6, 3, 16, ((17, 3, 8), (1, 0, 40)), (0, -1, 1, 0, 1), 2, 3),
-            fused.rope_expand_case(dtype, 2, 9, 1, 128, ((5, 9, 0),), (0, 0, -1)),
-            fused.rope_expand_case(dtype, 3, 2, 1, 256, ((8, 8, 7),), (0,), 19),
-            fused.rope_expand_case(dtype, 4, 17, 2, 64, ((30, 16, 12),), (-1, 0, -1, -1)),
         ],
         "rms_norm": lambda: [
             cases.rms_norm_case(dtype, 1, 3, 300, True, 5),

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import kernel_cases as cases
-import kernel_fused_cases as fused
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,8 +92,6 @@ def test_a_long_context(kernel: str, dtype: str) -> None:
     """Many times what a block takes at a time; and a few rows behind a long prefix that was prefilled before."""
     if operation_of(kernel).endswith("decode"):
         case = cases.decode_case(dtype, 9, 1, 2, 64, (1500, 3), 2)
-    elif operation_of(kernel).endswith("shrink"):
-        case = fused.decode_shrink_case(dtype, 9, 1, 2, 64, (1500, 3), (8, 5))
     else:
         case = cases.prefill_case(dtype, 9, 1, 2, 64, ((5, 900), (2, 2)))
     case.check(run("forward", kernel, case))
@@ -116,8 +113,6 @@ def bitwise_case(operation: str, dtype: str) -> Case:
         return cases.norm_shrink_case(dtype, 7, MANY)
     if operation.endswith("decode"):
         return cases.decode_case(dtype, 7, 2, 2, 64, (150, 31, 90), 1)
-    if operation.endswith("decode_shrink"):
-        return fused.decode_shrink_case(dtype, 7, 2, 2, 64, (150, 31, 90), (8, 13))
     return cases.prefill_case(dtype, 7, 2, 2, 64, ((9, 150), (12, 12)))
 
 
@@ -133,8 +128,8 @@ def test_bits_do_not_depend_on_the_order_of_pages(kernel: str, dtype: str) -> No
     moved = case.copy()
     order = np.random.default_rng(0).permutation(len(moved["pages"]))
     moved["pages"][order] = case.arguments["pages"]
-    for ids in {"page_table", "sequence_pages"} & moved.keys():
-        moved[ids] = np.where(moved[ids] >= 0, order[moved[ids]], -1).astype(np.int32)
+    ids = "page_table" if "page_table" in moved else "sequence_pages"
+    moved[ids] = np.where(moved[ids] >= 0, order[moved[ids]], -1).astype(np.int32)
     before = run("forward", kernel, case)
     after = run("forward", kernel, replace(case, arguments=moved))
     rows = range(case.want[next(iter(case.want))].shape[0])

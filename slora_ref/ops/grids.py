@@ -42,22 +42,6 @@ def fits_registers(sizes: SimpleNamespace) -> bool:
     return bool(sizes.head_dim <= 256)
 
 
-BESIDE_RANKS = 16  # columns of A for which a block has room beside attention
-
-
-def shrinks_beside(sizes: SimpleNamespace) -> bool:
-    """Whether a block of decode attention can multiply its part of a row: it has all of the context, its heads are
-    whole chunks, and there is room for as many columns of A."""
-    whole = sizes.head_dim % sizes.nums == 0 and fits_registers(sizes)
-    return bool(whole and sizes.splits == 1 and sizes.t_columns <= BESIDE_RANKS)
-
-
-def turns_in_a_warp(sizes: SimpleNamespace) -> bool:
-    """Whether the halves of a head, one or a power of two of chunks each, are in the lanes of one warp."""
-    half, rest = divmod(sizes.head_dim // 2, sizes.nums)
-    return bool(rest == 0 and half in (1, 2, 4, 8, 16) and sizes.targets == 3)
-
-
 def shared_by(sizes: SimpleNamespace) -> int:
     """Query heads that a lane of decode attention serves with one read of K and V."""
     group = sizes.heads // sizes.kv_heads

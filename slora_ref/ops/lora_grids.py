@@ -45,13 +45,6 @@ def expand_lanes(sizes: SimpleNamespace) -> int:
     return 128 // groups
 
 
-def qkv_runs(sizes: SimpleNamespace) -> int:
-    """Blocks of rope_store_expand for a row: runs of q, k and v, whose lengths follow from the heads."""
-    q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    outputs = SimpleNamespace(**vars(sizes), d_out0=q, d_out1=kv, d_out2=kv)
-    return runs(outputs, expand_lanes(outputs))
-
-
 def row_blocks(sizes: SimpleNamespace) -> int:
     """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
     each = blocks(sizes.t_columns, 4 * warp_columns(sizes)) * sizes.targets * sizes.splits
