@@ -21,7 +21,7 @@ from slora_ref.errors import KernelError
 from slora_ref.ops.cuda_call import PackedCall, launch_config
 from slora_ref.ops.kernel_source import dtype_macro, whole_source
 from slora_ref.ops.launch import Launch
-from slora_ref.ops.layouts import MOST_LAYOUTS, all_but_arrays
+from slora_ref.ops.layouts import MOST_LAYOUTS, LaidOut
 
 ALIGNMENT = 16  # bytes; what one vector load needs
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without asking
@@ -86,8 +86,10 @@ class CudaKernels:
     def _call(self, launch: Launch) -> PackedCall:
         """The driver's call for a launch, and for all that differ from it in addresses alone."""
         stream = cupy.cuda.get_current_stream().ptr
+        if not isinstance(launch.arguments, LaidOut):
+            return self._pack(launch, stream)
         how = (launch.kernel, launch.dtype, launch.grid, launch.threads, launch.shared, launch.after_start)
-        key = (*how, all_but_arrays(launch.arguments), stream)
+        key = (*how, launch.arguments.layout, stream)
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) == MOST_LAYOUTS:

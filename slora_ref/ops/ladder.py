@@ -33,7 +33,7 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
     Raises:
         KernelError: there is none.
     """
-    rungs = _rungs_of(operation, np.dtype(dtype))
+    rungs = _rungs_of(operation, np.dtype(dtype).name)
     if not rungs:
         raise KernelError(f"no kernel of {operation} for {np.dtype(dtype).name}; there are {', '.join(RUNGS)}")
     return list(rungs)
@@ -41,13 +41,13 @@ def ladder(operation: str, dtype: Any = np.float32) -> list[str]:
 
 def has_kernel(operation: str, dtype: Any) -> bool:
     """Whether an operation has a kernel for a dtype."""
-    return bool(_rungs_of(operation, np.dtype(dtype)))
+    return bool(_rungs_of(operation, np.dtype(dtype).name))
 
 
 @cache
-def _rungs_of(operation: str, dtype: np.dtype[Any]) -> tuple[str, ...]:
-    """The ladder, or nothing. Asked for at every launch that is fused."""
-    rungs = [name for name, rung in RUNGS.items() if operation_of(name) == operation and dtype.name in rung.dtypes]
+def _rungs_of(operation: str, dtype: str) -> tuple[str, ...]:
+    """The ladder, or nothing. Asked for at every launch that is prepared."""
+    rungs = [kernel for kernel, rung in RUNGS.items() if operation_of(kernel) == operation and dtype in rung.dtypes]
     return tuple(sorted(rungs, key=lambda kernel: int(kernel.removeprefix(operation + "_").split("_")[0])))
 
 

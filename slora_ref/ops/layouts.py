@@ -86,13 +86,6 @@ def by_layout(make: Callable[Given, Arguments]) -> Callable[Given, Arguments]:
     return arguments
 
 
-def all_but_arrays(arguments: Arguments) -> Hashable:
-    """Equal for arguments of one kernel that differ in addresses alone; quick where they are laid out."""
-    if isinstance(arguments, LaidOut):
-        return arguments.layout
-    return tuple([(name, value) for name, value in arguments.items() if not is_array(value)])
-
-
 def _key(values: Sequence[Any]) -> tuple[Hashable, ...]:
     """What arguments made from these values depend on, but for addresses."""
     return tuple([v if isinstance(v, PLAIN) else (v.shape, v.strides, v.dtype) for v in values])
