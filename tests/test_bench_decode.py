@@ -108,7 +108,7 @@ class Counted(Replayed):
 
     def milliseconds(self) -> float:
         super().milliseconds()
-        self.parts.append({piece.part for piece in self.tape.work})
+        self.parts.append({part for part, _ in self.tape.work})
         return float(len(self.parts))
 
 

@@ -15,7 +15,7 @@ from test_shards import PARAMS, OneAtATime
 from slora_ref import Engine, EngineConfig
 from slora_ref.engine.devices import KernelDevice
 from slora_ref.ops.host_ops import HostOps
-from slora_ref.ops.tape import Part, Piece, Tape, Work
+from slora_ref.ops.tape import Part, Tape, Work
 from slora_ref.tp import Shard
 
 ASKS = [("x", [5, 6, 7]), ("z", [*range(20)]), (None, [9]), ("layers", [1, 2]), ("o", [3]), ("qv", [4] * 9)]
@@ -103,7 +103,7 @@ def test_work_that_waits_for_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> N
 
 def parts_of_a_step(engine: Engine) -> list[Part]:
     executor = getattr(engine.executor, "_executor", engine.executor)
-    return [piece.part for tape in executor.last for piece in tape.work]
+    return [part for tape in executor.last for part, _ in tape.work]
 
 
 def test_the_messages_of_lora_are_beside_the_base_models_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_one_shard_has_no_branches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_graph_does_is_noted_each_time() -> None:
     """A graph repeats the work by itself; a capture is none."""
     log: list[str] = []
-    tape = Tape([Piece("rest", lambda: log.append("work"))], [lambda: log.append("note")])
+    tape = Tape([("rest", lambda: log.append("work"))], [lambda: log.append("note")])
     tape.start()
     tape.note()
     tape.then(tape).replay()
@@ -179,7 +179,7 @@ def test_what_a_graph_does_is_noted_each_time() -> None:
 def test_parts_of_a_tape_keep_their_branches() -> None:
     log: list[str] = []
     parts: tuple[Part, ...] = ("rest", "branch", "lora", "gemm", "branch", "lora")
-    tape = Tape([Piece(part, lambda n=n: log.append(str(n))) for n, part in enumerate(parts)])
+    tape = Tape([(part, lambda n=n: log.append(str(n))) for n, part in enumerate(parts)])
     tape.only("lora").replay()
     assert log == ["1", "2", "4", "5"], "or a branch would be captured that never joins"
     assert not tape.only("attention").work, "nothing but branches is nothing"

@@ -84,7 +84,7 @@ garden = [0, 74, 68, 85, 71, 72, 81, 32]
 answers = engine.generate([garden] * 3, SamplingParams(max_tokens=8), ["upper-case", "reverse-word", None])
 kept = engine.executor.kept
 for graph in kept.graphs.values():
-    parts = Counter(piece.part for piece in graph.tape.work)
+    parts = Counter(part for part, _ in graph.tape.work)
     print(f"one graph: {len(graph.tape.work)} launches,", ", ".join(f"{count} {part}" for part, count in parts.items()))
 print(f"steps: {engine.steps}, different shapes: {len(kept.tapes)}; tokens: {[len(one.token_ids) for one in answers]}")
 

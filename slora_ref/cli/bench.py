@@ -46,7 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     decode.add_argument("--overlap-lora", action="store_true", help="on several GPUs: LoRA's messages beside products")
     decode.add_argument("--dtype", choices=["float16", "bfloat16"], default=defaults.dtype, help=f"numbers {default}")
     decode.add_argument("--peft", action="store_true", help="transformers and PEFT too, if they are installed")
-    modes = f"of graph, unfused, eager {by_default(defaults.modes)}"
+    modes = f"graph, eager or both {by_default(defaults.modes)}"
     decode.add_argument("--mode", type=words, default=defaults.modes, metavar="LIST", help=modes)
 
 

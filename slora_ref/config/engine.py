@@ -46,8 +46,6 @@ class EngineConfig:
         max_adapters: most adapters resident at once (slots of the table); the pages are the other limit.
         enforce_eager: start a decode step's launches one by one; else, on a GPU, they are captured as CUDA graphs and
             started by one call (vLLM's name).
-        fuse_lora: in such graphs, shrink and expand of rows that are alone with their adapters are done by the kernels
-            before and behind them, where there are such; False: by kernels of their own.
         admission: "max_tokens" reserves the peak that the running requests can reach and never preempts; "expected"
             assumes the mean finished length and preempts the newest sequence when the pool is full.
         chunked_prefill: cut long prompts so that running sequences keep decoding.
@@ -83,7 +81,6 @@ class EngineConfig:
     max_length: int | None = None
     max_adapters: int = 1024
     enforce_eager: bool = False
-    fuse_lora: bool = True
     admission: Literal["max_tokens", "expected"] = "max_tokens"
     chunked_prefill: bool = True
     separate_prefill: bool = False
@@ -118,8 +115,8 @@ class EngineConfig:
         check_choice(ConfigError, "admission", self.admission, ("max_tokens", "expected"))
         check_choice(ConfigError, "eviction", self.eviction, ("lru", "eager", "cost"))
         check_choice(ConfigError, "loading", self.loading, ("background", "inline"))
-        switches = "overlap_lora peer_messages enforce_eager fuse_lora chunked_prefill separate_prefill blocking_loads"
-        for name in (*switches.split(), "poison", "share_host_copies"):
+        switches = "overlap_lora peer_messages enforce_eager chunked_prefill separate_prefill blocking_loads poison"
+        for name in (*switches.split(), "share_host_copies"):
             check_switch(ConfigError, name, getattr(self, name))
         check_whole(ConfigError, "join_every", self.join_every, 1)
         check_whole(ConfigError, "prefetch", self.prefetch, 0, MOST_SLOTS)

@@ -160,8 +160,7 @@ class KernelDevice(CpuDevice):
     def _executor(self, model: LlamaModel, pool: PageStorage, config: EngineConfig) -> KernelExecutor:
         """What runs the model's steps."""
         tables, most = DeviceTables(self._ops, pool.sequence_pages, pool.adapters), config.max_batched_tokens
-        how = {"capture": not config.enforce_eager, "fused": config.fuse_lora}
-        return KernelExecutor(model, self._ops, tables, most, **how)
+        return KernelExecutor(model, self._ops, tables, most, capture=not config.enforce_eager)
 
 
 class CudaDevice(KernelDevice):

@@ -2,8 +2,7 @@
 
 Preparing launches costs the host ten times what starting them does, so they are kept as tapes (ops/tape.py); and where
 even starting them one by one takes longer than a GPU needs to run them, as in a step of nothing but decode, they are
-captured as a graph, which is one call, and LoRA's kernels go into those before and behind them (ops/fusion.py). It
-knows shapes and launches, but no batches and no model.
+captured as a graph, which is one call. It knows shapes and launches, but no batches and no model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 from slora_ref.executor.counts import PreparationCounts
 from slora_ref.ops import KernelOps
-from slora_ref.ops.fusion import fuse
 from slora_ref.ops.tape import Tape, Work
 
 Result = TypeVar("Result")
@@ -29,8 +27,8 @@ class Kept(Generic[Result]):
     """Launches that have run.
 
     Args:
-        tape: the launches, one by one.
-        again: starts them again, or what does the same.
+        tape: the launches.
+        again: starts them again.
         result: the arrays in which they leave what they compute; the same every time.
         behind: launches that read this result, by their shape.
     """
@@ -51,14 +49,13 @@ class KeptSteps:
         ops: the backend that launches.
         keep: False: nothing is kept, every step prepares its own launches.
         capture: False: nothing is captured (vLLM: enforce_eager).
-        fused: False: graphs have the launches as they were.
 
     Attributes:
         counts: what was prepared and captured so far.
     """
 
-    def __init__(self, ops: KernelOps, keep: bool = True, capture: bool = True, fused: bool = True) -> None:
-        self._ops, self._keep, self._capture, self.fused = ops, keep, capture, fused
+    def __init__(self, ops: KernelOps, keep: bool = True, capture: bool = True) -> None:
+        self._ops, self._keep, self._capture = ops, keep, capture
         self._valid_for: Hashable = None
         self.tapes: Shelf = OrderedDict()
         self.graphs: Shelf = OrderedDict()
@@ -102,10 +99,9 @@ class KeptSteps:
             after = before and before.behind.get(second)
             if not self._capture or before is None or after is None:
                 return None
-            tape = before.tape.then(after.tape)
             with self.counts.graph():
-                graph = self._ops.graph(fuse(tape, self._ops) if self.fused else tape)
-            whole = Kept(tape, graph.launch, after.result)
+                graph = self._ops.graph(before.tape.then(after.tape))
+            whole = Kept(graph.tape, graph.launch, after.result)
             _keep(self.graphs, (first, second), whole, MOST_GRAPHS)
         whole.again()
         return whole

@@ -19,7 +19,6 @@ from slora_ref.executor.staging import Staged, Staging
 from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, Segments, Spans
 from slora_ref.ops.device_tables import DeviceTables
-from slora_ref.ops.fusion import fuse
 from slora_ref.ops.kernel_backend import AttentionStep
 from slora_ref.ops.tape import Tape
 from slora_ref.sampler import Sampling, likeliest
@@ -36,11 +35,7 @@ class KernelExecutor:
         ops: the backend of the model.
         tables: of the model's pool.
         most_rows: of a step.
-        keep, capture, fused: see KeptSteps.
-
-    Attributes:
-        last: the launches of the last step, one by one, for measurements.
-        last_fused: whether it had fewer of them.
+        keep, capture: see KeptSteps.
     """
 
     def __init__(
@@ -51,12 +46,10 @@ class KernelExecutor:
         most_rows: int,
         keep: bool = True,
         capture: bool = True,
-        fused: bool = True,
     ) -> None:
         self.model, self.ops, self.tables = model, ops, tables
-        self.staging, self.kept = Staging(ops, most_rows), KeptSteps(ops, keep, capture, fused)
-        self.last: tuple[Tape, ...] = ()
-        self.last_fused = False
+        self.staging, self.kept = Staging(ops, most_rows), KeptSteps(ops, keep, capture)
+        self.last: tuple[Tape, ...] = ()  # the launches of the last step, for measurements
         shape = 2, self.staging.most_logits
         self._samples = ops.new(shape, np.int32)  # of the last step: tokens, and whether their logits are finite
         self._hosts = deque(ops.staging(shape, np.int32) for _ in range(MOST_UNREAD))
@@ -97,7 +90,7 @@ class KernelExecutor:
         if not staged.attention.shared:
             whole = self.kept.do_at_once(staged.layers_shape, staged.logits)
             if whole is not None:
-                self.last, self.last_fused = (whole.tape,), self.kept.fused
+                self.last = (whole.tape,)
                 logits: Float[Array, "logits vocab"] = whole.result
                 return logits
         layers = self._layers(staged)
@@ -108,7 +101,7 @@ class KernelExecutor:
     def _layers(self, staged: Staged) -> Kept[Float[Array, "rows hidden"]]:
         """The step up to the last layer."""
         layers = self.kept.do(staged.layers_shape, lambda: self._launch_layers(staged, self.tables.targets))
-        self.last, self.last_fused = (layers.tape,), False
+        self.last = (layers.tape,)
         return layers
 
     def _launch_layers(self, staged: Staged, targets: frozenset[int]) -> Float[Array, "rows hidden"]:
@@ -145,23 +138,16 @@ class KernelExecutor:
 
         The largest comes first: memory that grew would be held twice, by the launches that were made before.
         """
-        every = ("mbgmv", "mbgmm", *(("lora",) if self.ops.together else ()))
+        none = np.zeros(0, np.int64)
+        nobody = likeliest(0)
         for rows in sorted({1, min(64, self.staging.most), self.staging.most}, reverse=True):
-            self._pad_step(rows, every, shared=True)
-        if self.kept.fused:
-            fuse(self._pad_step(1, ("mbgmv",), shared=False), self.ops).start()
-
-    def _pad_step(self, rows: int, kernels: tuple[str, ...], shared: bool) -> Tape:
-        """Runs a step of so much padding, as if there were work for these kernels."""
-        none, padding = np.zeros(0, np.int64), np.full(rows, -1)
-        segments = Segments(none, none, none, none)
-        batch = Batch(padding + 1, padding + 1, padding, padding, segments, Spans(*[none] * 4), padding + 1, none)
-        staged = self.staging.stage(batch, likeliest(0))
-        staged = replace(
-            staged,
-            lora=replace(staged.lora, kernels=kernels),
-            attention=replace(staged.attention, single=True, shared=shared),
-        )
-        with self.ops.recording() as tape:
+            segments = Segments(none, none, none, none)
+            padding = np.full(rows, -1)
+            batch = Batch(padding + 1, padding + 1, padding, padding, segments, Spans(*[none] * 4), padding + 1, none)
+            staged = self.staging.stage(batch, nobody)
+            staged = replace(
+                staged,
+                lora=replace(staged.lora, kernels=("mbgmv", "mbgmm", *(("lora",) if self.ops.together else ()))),
+                attention=replace(staged.attention, single=True, shared=True),
+            )
             self._launch_logits(self._launch_layers(staged, frozenset(range(len(TARGETS)))), staged)
-        return tape

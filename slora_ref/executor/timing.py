@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from slora_ref.executor.kernel_executor import KernelExecutor
-from slora_ref.ops.fusion import fuse
 from slora_ref.ops.tape import Part, Tape
 
 
 def milliseconds(executor: KernelExecutor, parts: Collection[Part] = ()) -> float:
     """Median time of these parts of the last step (none named: of all), without the host's; 0.0 if it had none.
 
-    A part has the launches that are its own before some are fused. Where it is communication, all shards must ask at
-    the same time.
+    Where a part is communication, all shards must ask at the same time.
     """
-    whole = Tape([piece for tape in executor.last for piece in tape.work])
-    tape = whole.only(*parts) if parts else fuse(whole, executor.ops) if executor.last_fused else whole
+    whole = Tape([work for tape in executor.last for work in tape.work])
+    tape = whole.only(*parts) if parts else whole
     return executor.ops.graph(tape).milliseconds() if tape.work else 0.0

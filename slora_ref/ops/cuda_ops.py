@@ -21,7 +21,7 @@ from slora_ref.ops.cuda_graph import CudaGraph
 from slora_ref.ops.cuda_kernels import CudaKernels
 from slora_ref.ops.cuda_loads import CudaLoads
 from slora_ref.ops.cuda_ticket import Passed
-from slora_ref.ops.launch import Launch, address
+from slora_ref.ops.launch import Launch
 from slora_ref.ops.tape import Tape, Work
 from slora_ref.shapes import Array, Float
 
@@ -106,7 +106,7 @@ class CudaOps(CudaLoads):
         """Copies on the current stream."""
         stream, ticket = cupy.cuda.get_current_stream(), Passed()
         kind = cupy.cuda.runtime.memcpyHostToDevice
-        cupy.cuda.runtime.memcpyAsync(address(to), staged.ctypes.data, staged.nbytes, kind, stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(_address(to), staged.ctypes.data, staged.nbytes, kind, stream.ptr)
         ticket.event.record(stream)
         return ticket
 
@@ -128,7 +128,7 @@ class CudaOps(CudaLoads):
         """Copies on the current stream."""
         stream, ticket = cupy.cuda.get_current_stream(), Passed()
         kind = cupy.cuda.runtime.memcpyDeviceToHost
-        cupy.cuda.runtime.memcpyAsync(to.ctypes.data, address(array), to.nbytes, kind, stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(to.ctypes.data, _address(array), to.nbytes, kind, stream.ptr)
         ticket.event.record(stream)
         return ticket
 
@@ -230,3 +230,7 @@ class CudaOps(CudaLoads):
         if len(x):
             self.do("gemm", self.cublas.product(y, x, weight))
         return y
+
+
+def _address(array: Any) -> int:
+    return int(array.data.ptr)

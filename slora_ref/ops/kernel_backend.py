@@ -18,7 +18,7 @@ from slora_ref.ops.ladder import fastest, make_launch, operation_of
 from slora_ref.ops.launch import Arguments, Launch
 from slora_ref.ops.plan import AttentionPlan, LoraPlan
 from slora_ref.ops.tables import Segments, Spans
-from slora_ref.ops.tape import Graph, Part, Piece, Tape, Work, part_of
+from slora_ref.ops.tape import Graph, Part, Tape, Work, part_of
 from slora_ref.ops.ticket import Ticket
 from slora_ref.shapes import Array
 
@@ -204,17 +204,13 @@ class KernelBackend(ABC):
 
     # --- doing and keeping ---
 
-    def do(self, part: Part, work: Work, launch: Launch | None = None) -> None:
-        """Does a piece of a step's work, and keeps it if somebody records.
-
-        Args:
-            launch: the kernel, if it is one.
-        """
+    def do(self, part: Part, work: Work) -> None:
+        """Does a piece of a step's work, and keeps it if somebody records."""
         if self._branch == "due":
             self._branch = "begun"
             self.do("branch", self.begin_branch)
         if self._tape is not None:
-            self._tape.work.append(Piece(part, work, launch))
+            self._tape.work.append((part, work))
         self._last = part
         work()
 
@@ -243,11 +239,8 @@ class KernelBackend(ABC):
         kind = self.dtype if dtype is None else np.dtype(dtype)
         kernel = self.rungs.get(operation) or fastest(operation, kind, arguments)
         assert operation_of(kernel) == operation, f"{kernel} is no rung of {operation}"
-        launch = behind("branch" if self._branch == "due" else self._last, make_launch(kernel, kind, arguments))
-        self.do(part or part_of(operation), self.prepare(launch), launch)
+        launch = make_launch(kernel, kind, arguments)
+        if launch.after_start and (self._branch == "due" or self._last in ALONE):
+            launch = replace(launch, after_start=False)
+        self.do(part or part_of(operation), self.prepare(launch))
         self._last = operation
-
-
-def behind(last: str, launch: Launch) -> Launch:
-    """A launch as it may start behind an operation, or a part of a step."""
-    return replace(launch, after_start=False) if launch.after_start and last in ALONE else launch

@@ -57,20 +57,13 @@ def fastest(operation: str, dtype: Any, arguments: Arguments) -> str:
     Raises:
         KernelError: there is none.
     """
-    return _suitable(operation, np.dtype(dtype), _sizes(arguments))[-1]
-
-
-def fastest_or_none(operation: str, dtype: Any, arguments: Arguments) -> str | None:
-    """The same of an operation that may have no kernel, or none that suits the sizes: then None."""
-    kind = np.dtype(dtype)
-    found = _suitable(operation, kind, _sizes(arguments)) if has_kernel(operation, kind) else ()
-    return found[-1] if found else None
+    return _fastest(operation, np.dtype(dtype), _sizes(arguments))
 
 
 @lru_cache(MOST_SIZES)
-def _suitable(operation: str, dtype: np.dtype[Any], sizes: Sizes) -> tuple[str, ...]:
+def _fastest(operation: str, dtype: np.dtype[Any], sizes: Sizes) -> str:
     suits = {name: RUNGS[name].suits for name in ladder(operation, dtype)}
-    return tuple(name for name, test in suits.items() if test is None or test(_named(sizes, dtype)))
+    return [name for name, test in suits.items() if test is None or test(_named(sizes, dtype))][-1]
 
 
 def usable(dtype: Any) -> list[tuple[str, str]]:

@@ -95,13 +95,3 @@ def extent_bytes(array: Any) -> int:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
     return int(last + array.dtype.itemsize)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two arrays are the same numbers in memory: views need not be one object."""
-    return bool((address(one), one.shape, one.strides) == (address(other), other.shape, other.strides))
-
-
-def address(array: Any) -> int:
-    """Of an array's first number, on the host or on the device."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -2,7 +2,7 @@
 
 Checking and packing a launch's arguments takes Python ten times as long as starting it. All arrays of a step lie where
 they lay before, so what differs between two steps of one shape is only the numbers in them: the same launches serve
-both, and are captured in a CUDA graph as they are. For speed alone.
+both, and are captured in a CUDA graph as they are. For speed alone. It knows no kernels.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
-
-from slora_ref.ops.launch import Launch
+from typing import Literal
 
 Work = Callable[[], None]
 Part = Literal["gemm", "lora", "attention", "communication", "lora_communication", "rest", "branch"]
@@ -26,20 +24,6 @@ def part_of(operation: str) -> Part:
     return "attention" if operation.startswith("paged_attention") else "rest"
 
 
-class Piece(NamedTuple):
-    """What a device does at a time.
-
-    Args:
-        part: what its time counts as.
-        work: does it.
-        launch: the kernel, if it is one.
-    """
-
-    part: Part
-    work: Work
-    launch: Launch | None = None
-
-
 @dataclass
 class Tape:
     """Work in the order in which it was done first.
@@ -49,7 +33,7 @@ class Tape:
         notes: what the host writes down each time that it is done.
     """
 
-    work: list[Piece] = field(default_factory=list)
+    work: list[tuple[Part, Work]] = field(default_factory=list)
     notes: list[Work] = field(default_factory=list)
 
     def replay(self) -> None:
@@ -59,8 +43,8 @@ class Tape:
 
     def start(self) -> None:
         """Does the work alone, as a graph that captures it wants."""
-        for piece in self.work:
-            piece.work()
+        for _, work in self.work:
+            work()
 
     def note(self) -> None:
         """Writes down that it was done."""
@@ -73,9 +57,9 @@ class Tape:
 
     def only(self, *parts: Part) -> Tape:
         """The work of some parts, in or beside a branch as it was, for a measurement: its results mean nothing."""
-        if not any(piece.part in parts for piece in self.work):
+        if not any(part in parts for part, _ in self.work):
             return Tape()
-        return Tape([piece for piece in self.work if piece.part in (*parts, "branch")])
+        return Tape([(part, work) for part, work in self.work if part in (*parts, "branch")])
 
 
 class Graph(ABC):

@@ -16,7 +16,7 @@ from slora_ref.tp.split import all_reduce_elements, check_split
 BYTES_PER_S = 4.05e12  # an H200's measured copy rate, as in the figures that the rows are compared with
 LINK_BYTES_PER_S = 4.5e11  # NVLink 4 in each direction, the vendor's figure
 HALF = 2  # bytes of a number
-MODES = ("graph", "unfused", "eager")
+MODES = ("graph", "eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class DecodeOptions:
         shards: GPUs that the model is split over.
         overlap_lora: see EngineConfig.
         peft: whether transformers and PEFT decode the same batches, before the engine does.
-        modes: "graph", as the engine decodes unless told otherwise; "unfused": see EngineConfig.fuse_lora; or "eager":
-            see EngineConfig.enforce_eager.
+        modes: "graph", as the engine decodes unless told otherwise, or "eager": see EngineConfig.enforce_eager.
     """
 
     model: str = "llama-7b"

@@ -1,9 +1,9 @@
 """All rows of `bench decode`: an engine serves one batch after the other; steps are timed as a client sees them.
 
-In the middle of the output the step's launches are taken, as they are before any are fused, and each part of them is
-captured and timed alone, so parts are without the host's time; `rest_ms` is what the step takes beyond them: small
-kernels, gaps, and what a part waits between the others. LoRA's kernels do: alone each starts before the one before it
-has ended; in an unfused step each pair waits for the end of a product of cuBLAS.
+In the middle of the output the step's launches are taken and each part of them is captured and timed alone, so parts
+are without the host's time; `rest_ms` is what the step takes beyond them: small kernels, gaps, and what a part waits
+between the others. LoRA's kernels do: alone each starts before the one before it has ended; in the step each pair waits
+for the end of a product of cuBLAS.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "lora_communication": ("lora_communication",),
 }
 SILENT: tuple[Part, ...] = ("gemm", "lora", "attention", "communication", "rest")  # all but LoRA's messages
-HEAD = f"{'mode':>7} {'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} "
+HEAD = f"{'mode':>5} {'batch':>5} {'adapters':>8} {'step':>7} {'floor':>6} "
 HEAD += f"{'gemm':>6} {'lora':>6} {'attention':>9} {'rest':>6}  ms"
 
 
@@ -85,7 +85,6 @@ def _open(options: DecodeOptions, mode: str) -> Engine:
             max_adapters=512,
             host_bytes=max(1 << 20, 2 * options.kind.folder_bytes(config, DISTINCT)),
             enforce_eager=mode == "eager",
-            fuse_lora=mode != "unfused",
             overlap_lora=options.overlap_lora,
         ),
     )
@@ -150,4 +149,4 @@ def _parts(engine: Engine) -> dict[str, float]:
 def line(row: dict[str, Any]) -> str:
     """A row as the table shows it."""
     parts = f"{row['gemm_ms']:6.2f} {row['lora_ms']:6.2f} {row['attention_ms']:9.2f} {row['rest_ms']:6.2f}"
-    return f"{row['mode']:>7} {row['batch']:5} {row['adapters']:8} {row['step_ms']:7.2f} {row['floor_ms']:6.2f} {parts}"
+    return f"{row['mode']:>5} {row['batch']:5} {row['adapters']:8} {row['step_ms']:7.2f} {row['floor_ms']:6.2f} {parts}"
