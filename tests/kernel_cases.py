@@ -13,14 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slora_ref.ops import (
-    attention_arguments,
-    fused_arguments,
-    lora_arguments,
-    pad_arguments,
-    row_arguments,
-    sample_arguments,
-)
+from slora_ref.ops import attention_arguments, lora_arguments, pad_arguments, row_arguments, sample_arguments
 from slora_ref.ops.kernel_source import DTYPES
 from slora_ref.ops.peer_arguments import Mailbox, memory_bytes, peer_gather, peer_reduce
 from slora_ref.ops.tables import AdapterTables
@@ -125,12 +118,8 @@ class LoraShape:
     tile: int = 16
 
 
-def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape, x: np.ndarray | None = None) -> Case:
-    """A case of mbgmv_shrink, mbgmv_expand, mbgmm_shrink, mbgmm_expand, lora_shrink or lora_expand.
-
-    Args:
-        x: what a shrink multiplies; None: drawn.
-    """
+def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape) -> Case:
+    """A case of mbgmv_shrink, mbgmv_expand, mbgmm_shrink, mbgmm_expand, lora_shrink or lora_expand."""
     rng = np.random.default_rng(seed)
     layout, targets = lay_out(rng, dtype, shape), len(shape.d_outs)
     owners = [adapter for adapter, length in shape.segments for _ in range(length)]
@@ -153,7 +142,7 @@ def lora_case(operation: str, dtype: str, seed: int, shape: LoraShape, x: np.nda
     work = [(row, target, (adapter, target)) for row, adapter in served for target in range(targets)]
     work = [item for item in work if item[2] in layout.lora]
     if operation.endswith("shrink"):
-        x = store(normal(rng, len(owners), shape.d_in), dtype, shape.gap) if x is None else x
+        x = store(normal(rng, len(owners), shape.d_in), dtype, shape.gap)
         want, written = np.full(t.shape[1:], np.nan), np.zeros(t.shape, np.bool_)
         for row, target, key in work:
             want[row, target, : layout.lora[key][2]] = x[row].astype(np.float64) @ layout.a[key]
@@ -500,19 +489,12 @@ def rope_case(dtype: str, seed: int, rows: int, heads: int, kv_heads: int, head_
 
 
 def rms_norm_case(
-    dtype: str,
-    seed: int,
-    rows: int,
-    hidden: int,
-    add: bool,
-    gap: int = 0,
-    delta_gap: int = 1,
-    delta: np.ndarray | None = None,
+    dtype: str, seed: int, rows: int, hidden: int, add: bool, gap: int = 0, delta_gap: int = 1
 ) -> Case:
-    """A case of rms_norm, with or without the residual's addition; delta: None: drawn."""
+    """A case of rms_norm, with or without the residual's addition."""
     rng = np.random.default_rng(seed)
     x = store(normal(rng, rows, hidden), dtype, gap)
-    delta = store(normal(rng, rows, hidden), dtype, delta_gap) if delta is None else delta
+    delta = store(normal(rng, rows, hidden), dtype, delta_gap)
     weight, out = store(1 + normal(rng, hidden, sd=0.1), dtype), store(np.full((rows, hidden), np.nan), dtype, gap)
     total = x.astype(np.float64)
     if add:
@@ -521,34 +503,6 @@ def rms_norm_case(
     arguments = row_arguments.rms_norm(out, x, delta if add else None, weight, 0.01)
     untouched = {} if add else {"x": np.ones(x.shape, np.bool_)}
     return Case("rms_norm", dtype, arguments, {"out": want, "x": total}, untouched=untouched)
-
-
-def norm_shrink_case(
-    dtype: str, seed: int, shape: LoraShape, add: bool = True, gap: int = 0, delta_gap: int = 1
-) -> Case:
-    """A case of rms_norm_shrink: d_in of the shape is the norm's row."""
-    rows = sum(length for _, length in shape.segments)
-    norm = rms_norm_case(dtype, seed, rows, shape.d_in, add, gap, delta_gap)
-    shrink = lora_case("mbgmv_shrink", dtype, seed, shape, norm.want["out"].astype(DTYPES[dtype]))
-    arguments = fused_arguments.rms_norm_shrink(norm.arguments, shrink.arguments)
-
-    def derived(after: dict[str, Any]) -> dict[str, np.ndarray]:
-        assert shrink.derived
-        return {"out": after["out"], "x": after["x"]} | shrink.derived(after)
-
-    untouched = norm.untouched | shrink.untouched
-    return Case("rms_norm_shrink", dtype, arguments, norm.want | shrink.want, derived, untouched)
-
-
-def norm_expand_case(dtype: str, seed: int, shape: LoraShape, gap: int = 0) -> Case:
-    """A case of rms_norm_expand: the only d_out of the shape is the norm's row, and its gap is delta's."""
-    expand = lora_case("mbgmv_expand", dtype, seed, shape)
-    delta = expand.want["y"].astype(DTYPES[dtype])
-    norm = rms_norm_case(dtype, seed, *delta.shape, True, gap, delta=delta)
-    y = {"delta": expand.arguments["y"], "delta_stride": expand.arguments["y_stride"]}
-    arguments = fused_arguments.rms_norm_expand(norm.arguments | y, expand.arguments)
-    untouched = {"delta": np.ones(delta.shape, np.bool_)}
-    return Case("rms_norm_expand", dtype, arguments, norm.want, untouched=untouched)
 
 
 def silu_case(dtype: str, seed: int, rows: int, ffn: int, gap: int = 0, out_gap: int = 0) -> Case:

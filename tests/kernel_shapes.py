@@ -47,16 +47,6 @@ def lora_shapes(draw: Draw) -> LoraShape:
     )
 
 
-def first_target(shape: LoraShape) -> LoraShape:
-    """The same adapters with one target alone."""
-    return replace(shape, d_outs=shape.d_outs[:1], ranks=[ranks[:1] for ranks in shape.ranks])
-
-
-def few_rows(shape: LoraShape) -> LoraShape:
-    """No more rows than show that each has a block of its own."""
-    return replace(shape, segments=[(adapter, min(length, 2)) for adapter, length in shape.segments[:6]])
-
-
 CONTEXTS = st.one_of(st.integers(0, 40), st.sampled_from((1, 15, 16, 17, 255)), st.integers(100, 300))
 HEADS = {"kv_heads": st.integers(1, 3), "group": st.sampled_from((1, 2, 4)), "gap": GAPS}
 HEAD_DIM = st.sampled_from((16, 20, 32, 64, 80, 128, 256))
@@ -116,17 +106,6 @@ def drawn_cases(operation: str, dtype: str) -> st.SearchStrategy[Recipe]:
             gap=GAPS,
             delta_gap=GAPS,
         ),
-        "rms_norm_shrink": lambda: built(
-            cases.norm_shrink_case,
-            dtype,
-            shape=lora_shapes().map(few_rows),
-            add=st.booleans(),
-            gap=GAPS,
-            delta_gap=GAPS,
-        ),
-        "rms_norm_expand": lambda: built(
-            cases.norm_expand_case, dtype, shape=lora_shapes().map(first_target).map(few_rows), gap=GAPS
-        ),
         "silu_mul": lambda: built(
             cases.silu_case, dtype, rows=row_counts, ffn=st.integers(3, 576), gap=GAPS, out_gap=GAPS
         ),
@@ -164,9 +143,6 @@ LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column th
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
 MANY_LORA = LoraShape(16, 16, (16, 16), [[5, 3]], [(0, 1)] * 420)  # more pieces of work than blocks
 PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
-NORM_LORA = LoraShape(4096, 4608, (4608,), [[5], [13]], [(0, 1), (-1, 1), (1, 1)], 2)  # two chunks a thread, two pages
-SPREAD_LORA = LoraShape(2304, 2304, (2304,), [[9]], [(0, 1), (-1, 1)])  # over more threads than compute the norm
-NORM_GROUP = LoraShape(128, 576, (16, 16, 16), [[8, 0, 3], [0, 17, 1]], [(0, 1), (1, 2), (-1, 1)])
 STAGED_LORA = replace(PAGED_LORA, ranks=[[40, 100]])  # ranks of other classes; more stages than a ring has
 
 
@@ -223,20 +199,6 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
             cases.rms_norm_case(dtype, 4, 2, 77, True, 3, 11),
             cases.rms_norm_case(dtype, 5, 2, 576, True, 0, 8),
             cases.rms_norm_case(dtype, 6, 2, 2560, False),  # more than a block keeps in registers
-        ],
-        "rms_norm_shrink": lambda: [
-            cases.norm_shrink_case(dtype, 1, SMALL_LORA, True, 3),
-            cases.norm_shrink_case(dtype, 2, NORM_GROUP, True, 0, 8),
-            cases.norm_shrink_case(dtype, 3, NORM_LORA, False),
-            cases.norm_shrink_case(dtype, 4, SPREAD_LORA, True, 8, 0),
-            cases.norm_shrink_case(dtype, 5, replace(NORM_GROUP, width=100), True, 0, 0),
-        ],
-        "rms_norm_expand": lambda: [
-            cases.norm_expand_case(dtype, 1, first_target(SMALL_LORA), 3),
-            cases.norm_expand_case(dtype, 2, replace(WIDE_LORA, gap=8), 0),
-            cases.norm_expand_case(dtype, 3, replace(NORM_LORA, splits=19)),
-            cases.norm_expand_case(dtype, 4, SPREAD_LORA),
-            cases.norm_expand_case(dtype, 5, replace(SPREAD_LORA, width=100)),
         ],
         "silu_mul": lambda: [
             cases.silu_case(dtype, 1, 3, 150, 5),

@@ -19,7 +19,6 @@ OUTPUT = {"lora_lookup": "lora", "lora_join": "t", "enter_pages": "sequence_page
 OUTPUT |= {"sample_threshold": "keep", "sample_draw": "token", "enter_tokens": "token_ids"}
 OUTPUT |= {"peer_reduce": "x", "peer_gather": "gathered"}
 OF_BASELINES = {"pad_adapter"}  # timed with the baseline that needs it
-FUSED = {"rms_norm_shrink", "rms_norm_expand"}  # timed with the step that has them
 
 
 def with_cupy() -> list[str]:
@@ -58,5 +57,5 @@ def test_every_operation_is_measured(step: Any) -> None:
     halves = {f"{kind}_{half}" for kind in ladder.LADDERS for half in ("shrink", "expand")}
     others = {case.operation for case in (*rows.row_cases(), *step.step_cases(1))}
     measured = halves | others | set(attention.ATTENTION_LADDERS.values()) | {"load_pages"}
-    assert measured == {operation_of(kernel) for kernel in RUNGS} - OF_BASELINES - FUSED
+    assert measured == {operation_of(kernel) for kernel in RUNGS} - OF_BASELINES
     assert all(has_kernel(case.operation, case.dtype) for case in step.step_cases(1))

@@ -99,7 +99,7 @@ def test_a_long_context(kernel: str, dtype: str) -> None:
 
 # --- a row's bits do not depend on other rows, on the segment's length or on the order of pages ---
 
-ORDERED = (*cases.LORA, "rms_norm_shrink", "paged_attention_decode", "paged_attention_prefill")
+ORDERED = (*cases.LORA, "paged_attention_decode", "paged_attention_prefill")
 BITWISE = [(kernel, dtype) for kernel, dtype in KERNELS if kernel.startswith(ORDERED)]
 EACH_BITWISE = pytest.mark.parametrize(("kernel", "dtype"), BITWISE, ids=lambda value: value)
 OUTPUT = {"shrink": "t", "expand": "y", "decode": "out", "prefill": "out"}
@@ -109,8 +109,6 @@ MANY = LoraShape(48, 200, (130, 40), [[17, 5], [3, 40]], [(0, 9), (1, 1), (-1, 1
 def bitwise_case(operation: str, dtype: str) -> Case:
     if operation.startswith(cases.LORA):
         return cases.lora_case(operation, dtype, 7, MANY)
-    if operation.startswith("rms_norm"):
-        return cases.norm_shrink_case(dtype, 7, MANY)
     if operation.endswith("decode"):
         return cases.decode_case(dtype, 7, 2, 2, 64, (150, 31, 90), 1)
     return cases.prefill_case(dtype, 7, 2, 2, 64, ((9, 150), (12, 12)))
@@ -191,36 +189,3 @@ def test_the_intermediate_may_be_what_a_half_cannot_hold(kernel: str, dtype: str
     case.arguments["t"] *= np.float32(2.0**power)
     case.arguments["lora"].view(np.float32)[..., 3] *= np.float32(2.0**-power)
     case.check(run("forward", kernel, case))
-
-
-# --- kernels that do the work of two ---
-
-FUSED = [pair for pair in KERNELS if pair[0].startswith(("rms_norm_shrink", "rms_norm_expand"))]
-NORMS = [LoraShape(64, 576, (576,), [[8], [21]], [(0, 1), (-1, 1), (1, 2)], splits=3)]
-NORMS += [replace(NORMS[0], width=4096, d_in=hidden, d_outs=(hidden,), splits=1) for hidden in (4096, 5120)]
-NORMS += [replace(NORMS[0], width=25, gap=3)]  # neither rows nor pages are whole chunks
-
-
-@pytest.mark.parametrize(("kernel", "dtype"), FUSED, ids=lambda value: value)
-@pytest.mark.parametrize("backend", ["forward", ON_GPU])
-@pytest.mark.parametrize("shape", NORMS, ids=lambda shape: f"{shape.d_in}-{shape.width}")
-def test_one_launch_leaves_the_bits_of_two(backend: str, kernel: str, dtype: str, shape: LoraShape) -> None:
-    """Where the expand is first, of both; where the shrink is last, of the norm."""
-    make = cases.norm_shrink_case if operation_of(kernel).endswith("shrink") else cases.norm_expand_case
-    case = make(dtype, 11, shape, gap=shape.gap)
-    once, twice = run(backend, kernel, case), case.copy()
-    if operation_of(kernel).endswith("expand"):
-        y = {"y": twice["delta"], "y_stride": twice["delta_stride"], "d_out1": np.int32(0), "d_out2": np.int32(0)}
-        expand = arguments_of("mbgmv_expand", dtype, twice | y | {"d_out0": twice["hidden"]})
-        twice["delta"] = run(backend, ladder("mbgmv_expand", dtype)[-1], expand)["y"]
-    norm = arguments_of("rms_norm", dtype, twice)
-    after = run(backend, ladder("rms_norm", dtype)[-1], norm)
-    for name in ("x", "out"):
-        assert (cases.bits(once[name]) == cases.bits(after[name])).all(), name
-    assert (cases.bits(after["x"]) != cases.bits(case.arguments["x"])).any()
-
-
-def arguments_of(operation: str, dtype: str, arguments: dict[str, Any]) -> Case:
-    """A call of an operation with those of the arguments that it takes, in its order."""
-    names = fixed_cases(operation, dtype)[0].arguments
-    return Case(operation, dtype, {name: arguments[name] for name in names}, {})

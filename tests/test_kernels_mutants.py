@@ -26,7 +26,7 @@ from slora_ref.ops.rungs import RUNGS
 MOST_CPU_S = 10  # of a mutant; the slowest that ends takes 3
 BARRIER = re.compile(r"__sync(?:threads|warp)\(")
 LAST = {ladder(operation_of(kernel), rung.dtypes[-1])[-1] for kernel, rung in RUNGS.items()}
-HEADERS = sorted(path for name in ("lora*.h", "peers.h", "rms_norm.h") for path in kernels_folder().glob(name))
+HEADERS = sorted([*kernels_folder().glob("lora*.h"), *kernels_folder().glob("peers.h")])
 EACH = [(kernel, old, new) for kernel, mutants in MUTANTS.items() for old, new in mutants]
 
 

@@ -23,20 +23,6 @@ def norm_threads(sizes: SimpleNamespace) -> int:
     return min(1024, max(256, 32 * blocks(sizes.hidden, 32 * 2 * sizes.nums)))
 
 
-def fused_threads(sizes: SimpleNamespace) -> int:
-    """Of a norm's block that serves LoRA too: they take the row's chunks in as many rounds as 512 need, all alike."""
-    chunks = blocks(sizes.hidden, sizes.nums)
-    return min(512, max(norm_threads(sizes), 32 * blocks(chunks, 32 * blocks(chunks, 512))))
-
-
-def fuses_norm(sizes: SimpleNamespace, most: int) -> bool:
-    """Whether a row of a norm is worth a block that also serves the row's adapter, for up to `most` ranks of a target:
-    the norm keeps it in registers, and it lies in chunks of 16 bytes in rows and pages."""
-    strides = (sizes.hidden, sizes.out_stride, sizes.x_stride, sizes.delta_stride, sizes.width, sizes.page_stride)
-    whole = all(number % sizes.nums == 0 for number in strides)
-    return bool(whole and sizes.hidden <= 2 * 512 * sizes.nums and sizes.t_columns <= most)
-
-
 def fits_registers(sizes: SimpleNamespace) -> bool:
     """Whether a head's columns fit what the lanes of the faster attention rungs hold."""
     return bool(sizes.head_dim <= 256)
