@@ -141,6 +141,26 @@ def test_all_that_runs_is_among_what_is_compiled_ahead(on: str, dtype: str, monk
     assert launched <= set(usable(dtype)) and len(launched) > len(set(usable(dtype))) // 2
 
 
+def test_every_product_was_tried_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a library need not look for its code when a size comes for the first time."""
+    sizes: set[tuple[int, ...]] = set()
+    multiply = HostOps._product
+
+    def seen(ops: HostOps, x: Any, weight: Any, *others: Any) -> Any:
+        sizes.add((len(x), *weight.shape))
+        return multiply(ops, x, weight, *others)
+
+    monkeypatch.setattr(HostOps, "_product", seen)
+    engine = new_engine(EACH, on="host", max_batched_tokens=48)
+    engine.executor.warm_up()
+    tried = set(sizes)
+    sizes.clear()
+    for number in range(len(NAMES)):
+        engine.add_request(*ask(number))
+    run_to_end(engine)
+    assert len(sizes) > 20 and sizes <= tried
+
+
 @ON
 def test_a_larger_adapter_that_comes_later_makes_room_in_the_tables(on: str) -> None:
     """Launches that were kept for smaller tables are not used again, and adapters that were there stay."""

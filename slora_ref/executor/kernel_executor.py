@@ -15,7 +15,7 @@ from slora_ref.batch import Batch
 from slora_ref.config import TARGETS
 from slora_ref.executor.kept import Kept, KeptSteps
 from slora_ref.executor.kernel_step import KernelStep
-from slora_ref.executor.staging import Staged, Staging
+from slora_ref.executor.staging import Staged, Staging, buckets
 from slora_ref.model import LlamaModel
 from slora_ref.ops import KernelOps, Segments, Spans
 from slora_ref.ops.device_tables import DeviceTables
@@ -151,3 +151,21 @@ class KernelExecutor:
                 attention=replace(staged.attention, single=True, shared=True),
             )
             self._launch_logits(self._launch_layers(staged, frozenset(range(len(TARGETS)))), staged)
+        self._try_products()
+
+    def _try_products(self) -> None:
+        """Does the products of a layer, and the last one, once for each bucket.
+
+        A library chooses its code for a size, and loads it, when the size comes for the first time, and until then the
+        device waits.
+        """
+        ops, weights = self.ops, self.model.weights
+        layer = weights.layers[0]
+        for rows in buckets(self.staging.most):
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                ops.linear(self._widest(rows, weight), weight)
+            ops.head(self._widest(rows, weights.lm_head), weights.lm_head)
+
+    def _widest(self, rows: int, weight: Float[Array, "d_out d_in"]) -> Float[Array, "rows d_in"]:
+        """Any numbers for it to multiply, in memory that steps have."""
+        return self.ops.empty("silu_mul", (rows, weight.shape[1]), self.ops.dtype)

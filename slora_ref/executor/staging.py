@@ -34,6 +34,11 @@ def bucket(rows: int) -> int:
     return -(-rows // each) * each
 
 
+def buckets(most: int) -> list[int]:
+    """The sizes of all steps of up to so many rows."""
+    return sorted({bucket(rows) for rows in range(1, most + 1)})
+
+
 @dataclass(frozen=True)
 class StepArrays:
     """A step's arrays, each a part of one buffer; rows first, so that their places do not depend on the logits.
