@@ -61,8 +61,10 @@ class LoraStep(Segments):
     def entries(self, kernels: str, layer: int, targets: slice, of_a: bool = False) -> tuple[Array, ...]:
         """What says to mbgmv, mbgmm or lora kernels who serves what in a layer, in the order of their arguments."""
         rows, tiles = (self.a_rows, self.a_tiles) if of_a else (self.rows, self.tiles)
+        if kernels == "mbgmv":
+            return (rows[layer, targets],)
         of_tiles = tiles[layer, targets], self.extents
-        return {"mbgmv": (rows[layer, targets],), "mbgmm": of_tiles, "lora": (*of_tiles, self.counts)}[kernels]
+        return of_tiles if kernels == "mbgmm" else (*of_tiles, self.counts)
 
 
 @dataclass(frozen=True)

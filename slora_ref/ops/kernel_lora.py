@@ -78,7 +78,7 @@ class KernelLora(KernelBackend):
         if unused:
             return t
         for kernels in step.plan.kernels:
-            first = (t[: SHRINK_SPLITS[kernels]], x, pages, step.page_table)
+            first = (_splits_of(t, kernels), x, pages, step.page_table)
             arguments = getattr(lora_arguments, f"{kernels}_shrink")
             self.run(f"{kernels}_shrink", arguments(*first, *step.entries(kernels, layer, targets, of_a=True)))
         return t
@@ -116,7 +116,7 @@ class KernelLora(KernelBackend):
         if step.targets.isdisjoint(group.targets):
             return
         for kernels in step.plan.kernels:
-            first = (y, t[: SHRINK_SPLITS[kernels]], pages, step.page_table)
+            first = (y, _splits_of(t, kernels), pages, step.page_table)
             arguments = getattr(lora_arguments, f"{kernels}_expand")
             self.run(f"{kernels}_expand", arguments(*first, *step.entries(kernels, layer, targets), d_outs))
 
@@ -183,3 +183,9 @@ class KernelLora(KernelBackend):
         if len(slots):
             self.run("lora_lookup", lora_arguments.lora_lookup(lora, slots, tables))
         return lora
+
+
+def _splits_of(t: Array, kernels: str) -> Array:
+    """What these kernels write of t; itself, if they write it all."""
+    splits = SHRINK_SPLITS[kernels]
+    return t if len(t) == splits else t[:splits]
