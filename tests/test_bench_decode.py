@@ -64,7 +64,7 @@ def test_cases_are_all_batches_with_all_adapters_that_fit() -> None:
     "wrong",
     [
         *({"batches": ()}, {"batches": (0,)}, {"adapters": (-1,)}, {"output": 1}),
-        *({"model": "gpt"}, {"shards": 3}, {"modes": ()}, {"modes": ("fast",)}),
+        *({"model": "gpt"}, {"shards": 3}, {"overlap_lora": True}, {"modes": ()}, {"modes": ("fast",)}),
     ],
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any]) -> None:

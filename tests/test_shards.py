@@ -369,6 +369,19 @@ def test_a_started_process_that_dies_ends_the_group(monkeypatch: pytest.MonkeyPa
     assert_no_processes(communicator)
 
 
+def test_a_group_ends_whatever_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is to be woken may fail; links are closed and processes ended all the same, and the failure is heard of."""
+    _, communicator = process_engine(monkeypatch, 2)
+    woken = threading.Event()
+    communicator.on_loss += [lambda: 1 / 0, woken.set]
+    with pytest.raises(ZeroDivisionError):
+        communicator.fail("enough")
+    assert woken.is_set()
+    with pytest.raises(ShardLost, match="enough"):
+        communicator.check()
+    assert_no_processes(communicator)
+
+
 def test_started_processes_end_with_their_parent() -> None:
     """Also when that is killed, so that it can tell them nothing."""
     code = "import sys, time, slora_ref.tp.processes as p; g = p.start_processes(3, 'slora_ref.engine.worker')\n"

@@ -97,13 +97,13 @@ class ProcessCommunicator(Communicator):
         if self._reason:
             return
         self._reason = reason
-        for wake in self.on_loss:
-            wake()
-        for link in self._links:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
-        for process in self._processes:
-            process.terminate()
+        with contextlib.ExitStack() as left:  # all of it is done, from the last to the first, whatever fails
+            for process in self._processes:
+                left.callback(process.terminate)
+            for link in self._links:
+                left.callback(_shut, link)
+            for wake in reversed(self.on_loss):
+                left.callback(wake)
 
     # --- processes ---
 
@@ -126,6 +126,12 @@ class ProcessCommunicator(Communicator):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _shut(link: Connection) -> None:
+    """Ends a link, which may be closed, for those who wait at it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def start_processes(shards: int, module: str) -> ProcessCommunicator:

@@ -52,6 +52,8 @@ class DecodeOptions:
         """Raises ConfigError for what cannot be measured."""
         check_whole(ConfigError, "shards", self.shards, 1, 64)
         check_split(preset(self.model), self.shards)
+        if self.overlap_lora and self.shards == 1:
+            raise ConfigError("overlap_lora is on, shards is 1: one shard sends no messages; give --shards 2")
         for name, values, least in (("batch", self.batches, 1), ("adapters", self.adapters, 0)):
             if not values:
                 raise ConfigError(f"{name} is empty; give at least one number")
