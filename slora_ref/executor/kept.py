@@ -1,8 +1,8 @@
 """KeptSteps: the launches of steps, kept by shape and repeated. For speed alone: a step comes out the same without.
 
-Preparing launches costs the host ten times what starting them does, so they are kept as tapes (ops/tape.py); and where
-even starting them one by one takes longer than a GPU needs to run them, as in a step of nothing but decode, they are
-captured as a graph, which is one call. It knows shapes and launches, but no batches and no model.
+Preparing launches costs the host several times what starting them does, so they are kept as tapes (ops/tape.py); and
+where even starting them one by one takes longer than a GPU needs to run them, as in a step of nothing but decode, they
+are captured as a graph, which is one call. It knows shapes and launches, but no batches and no model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slora_ref.ops.tape import Tape, Work
 
 Result = TypeVar("Result")
 
-MOST_TAPES = 128  # one of a 7B model takes about a megabyte of host memory
+MOST_TAPES = 128  # one of a 7B model takes half a megabyte of host memory
 MOST_GRAPHS = 96  # two for each bucket of up to 512 rows: with LoRA kernels and without
 
 

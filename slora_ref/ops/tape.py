@@ -1,8 +1,8 @@
 """Tape: the launches of a step, kept to be repeated without preparing them again; Graph: all of them by one call.
 
-Checking and packing a launch's arguments takes Python ten times as long as starting it. All arrays of a step lie where
-they lay before, so what differs between two steps of one shape is only the numbers in them: the same launches serve
-both, and are captured in a CUDA graph as they are. For speed alone. It knows no kernels.
+Checking and packing a launch's arguments takes Python several times as long as starting it. All arrays of a step lie
+where they lay before, so what differs between two steps of one shape is only the numbers in them: the same launches
+serve both, and are captured in a CUDA graph as they are. For speed alone. It knows no kernels.
 """
 
 from __future__ import annotations
