@@ -24,6 +24,7 @@ from slora_ref.ops.tape import Tape
 from slora_ref.sampler import Sampling, likeliest
 from slora_ref.shapes import Array, Float
 
+MOST_TRIED = 2048  # rows: larger steps keep a device at work for longer than a library needs to load its code
 MOST_UNREAD = 2  # steps: the one that runs, and the one before it, which is read meanwhile
 
 
@@ -161,7 +162,7 @@ class KernelExecutor:
         """
         ops, weights = self.ops, self.model.weights
         layer = weights.layers[0]
-        for rows in buckets(self.staging.most):
+        for rows in buckets(min(self.staging.most, MOST_TRIED)):
             for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 ops.linear(self._widest(rows, weight), weight)
             ops.head(self._widest(rows, weights.lm_head), weights.lm_head)
