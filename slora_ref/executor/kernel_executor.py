@@ -164,9 +164,9 @@ class KernelExecutor:
         layer = weights.layers[0]
         for rows in buckets(min(self.staging.most, MOST_TRIED)):
             for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                ops.linear(self._widest(rows, weight), weight)
-            ops.head(self._widest(rows, weights.lm_head), weights.lm_head)
+                ops.linear(self._any_rows(rows, weight), weight)
+            ops.head(self._any_rows(rows, weights.lm_head), weights.lm_head)
 
-    def _widest(self, rows: int, weight: Float[Array, "d_out d_in"]) -> Float[Array, "rows d_in"]:
+    def _any_rows(self, rows: int, weight: Float[Array, "d_out d_in"]) -> Float[Array, "rows d_in"]:
         """Any numbers for it to multiply, in memory that steps have."""
         return self.ops.empty("silu_mul", (rows, weight.shape[1]), self.ops.dtype)
