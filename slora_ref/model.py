@@ -52,7 +52,6 @@ class LlamaModel:
         self.communicator = communicator or Alone()
         self.config = local_config(config, self.communicator.shard.count)
         self.weights, self.ops, self.pool = weights, ops, pool
-        self._pages = list(pool.storage)  # [pages, width] of each layer
         self._own, _ = hidden_slice(config.hidden_size, self.communicator.shard)
         self.own_vocab = vocab_rows(config.vocab_size, self.communicator.shard)
         self._cos, self._sin = (ops.angle_table(table) for table in rope_table(config, max_positions))
@@ -94,7 +93,7 @@ class LlamaModel:
     def _attention(
         self, x: Float[Array, "rows hidden"], batch: Batch, layer: int, weights: LayerWeights
     ) -> Float[Array, "rows hidden"]:
-        config, ops, pages = self.config, self.ops, self._pages[layer]
+        config, ops, pages = self.config, self.ops, self.pool.storage[layer]
         widths = (config.q_width, config.kv_width, config.kv_width)  # of this shard's heads
         qkv = self._project(x, weights.qkv, weights.qkv_bias, batch, layer, QKV, widths)
         q = ops.rope_store(qkv, pages, self._cos, self._sin, batch.positions, batch.k_pages, batch.v_pages)
@@ -128,7 +127,7 @@ class LlamaModel:
         Args:
             d_outs: columns of each target; None: one target, whose B is added to this shard's columns of the sum.
         """
-        ops, pages, tables = self.ops, self._pages[layer], self.pool.adapters
+        ops, pages, tables = self.ops, self.pool.storage[layer], self.pool.adapters
         place = (pages, tables, batch.segments, group, layer)
         if self.communicator.shard.count == 1:
             y, t = ops.linear(x, weight, bias), ops.lora_shrink(x, *place)
