@@ -75,6 +75,14 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (step < rows) __syncthreads();", ""),
         ("row < rows; row += step", "row < step; row += step"),
     ],
+    "mbgmv_expand_4_lean": [
+        ("j < adapter.rank ? t_row.numbers[j] : 0", "t_row.numbers[j]"),
+        ("bool active = index < run.length;", "bool active = true;"),
+        ("max(d_out0, max(d_out1, d_out2)) <= width", "true"),
+        ("splits == 1 && ", ""),
+        ("if (j + c >= adapter.rank) continue;", ""),
+        ("if (i % NUMS16 >= at.count) continue;", ""),
+    ],
     "mbgmm_shrink_2_rows": [
         ("if (lane == 0 && m < count)", "if (lane == 0)"),
         ("row < tile.y; row += ROWS", "row < ROWS; row += ROWS"),

@@ -143,6 +143,7 @@ LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column th
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
 MANY_LORA = LoraShape(16, 16, (16, 16), [[5, 3]], [(0, 1)] * 420)  # more pieces of work than blocks
 PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
+FEW_LORA = LoraShape(24, 16, (40, 24, 16), [[8, 5, 2], [1, 0, 7]], [(0, 2), (1, 1), (-1, 1)])
 STAGED_LORA = replace(PAGED_LORA, ranks=[[40, 100]])  # ranks of other classes; more stages than a ring has
 
 
@@ -151,7 +152,8 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
     if operation.startswith(LORA):
         shapes = [SMALL_LORA, WIDE_LORA, LONG_LORA, TALL_LORA]
         shapes += [MANY_LORA, PAGED_LORA] if operation.startswith("lora") else [STAGED_LORA]
-        shapes += [MANY_LORA] if operation == "mbgmv_expand" else []  # blocks that serve several rows
+        if operation == "mbgmv_expand":  # blocks that serve several rows; few ranks, in several pages or splits
+            shapes += [MANY_LORA, FEW_LORA, replace(FEW_LORA, width=40, splits=2)]
         return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
         **{

@@ -11,12 +11,13 @@ import pytest
 from conftest import AS_SHIPPED
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import LoraShape
 from kernel_shapes import SMALL_LORA, fixed_cases
 
 from slora_ref.errors import KernelError
 from slora_ref.ops import Segments, Spans, lora_arguments, plan
 from slora_ref.ops.kernel_source import dtype_macro
-from slora_ref.ops.ladder import ladder, make_launch, operation_of
+from slora_ref.ops.ladder import fastest, ladder, make_launch, operation_of
 from slora_ref.ops.launch import check_array
 from slora_ref.ops.rungs import RUNGS
 
@@ -86,6 +87,25 @@ def test_all_rungs_of_an_operation_are_launched_with_the_same_arguments(operatio
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = np.array([2000, 2000, 1])  # of adapter % 3: segments of several rows share in any step, or in large ones alone
 SEGMENTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 70)), max_size=12)
+
+
+LEAN = LoraShape(512, 16, (512, 256), [[8, 3]], [(0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        (LEAN, "mbgmv_expand_4_lean"),
+        (replace(LEAN, ranks=[[9, 3]]), "mbgmv_expand_3_in_flight"),
+        (replace(LEAN, width=256), "mbgmv_expand_3_in_flight"),
+        (replace(LEAN, splits=2), "mbgmv_expand_3_in_flight"),
+        (replace(LEAN, gap=3), "mbgmv_expand_3_in_flight"),
+    ],
+    ids=["few ranks", "more", "two pages", "two splits", "odd stride"],
+)
+def test_few_ranks_of_whole_chunks_in_one_page_have_an_expand_of_their_own(shape: LoraShape, kernel: str) -> None:
+    case = cases.lora_case("mbgmv_expand", "float16", 1, shape)
+    assert fastest("mbgmv_expand", case.dtype, case.arguments) == kernel
 
 
 def segments_of(pairs: list[tuple[int, int]]) -> Segments:

@@ -45,6 +45,14 @@ def expand_lanes(sizes: SimpleNamespace) -> int:
     return 128 // groups
 
 
+def is_lean(sizes: SimpleNamespace) -> bool:
+    """Whether all of B that a thread of MBGMV needs is up to 8 loads of 16 bytes, each from a page of its own."""
+    d_outs = (sizes.d_out0, sizes.d_out1, sizes.d_out2)
+    lengths = (*d_outs, sizes.width, sizes.y_stride, sizes.page_stride)
+    whole = max(d_outs) <= sizes.width and not any(length % sizes.nums for length in lengths)
+    return bool(whole and sizes.t_columns in (4, 8) and sizes.splits == 1)
+
+
 def row_blocks(sizes: SimpleNamespace) -> int:
     """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
     each = blocks(sizes.t_columns, 4 * warp_columns(sizes)) * sizes.targets * sizes.splits

@@ -21,7 +21,7 @@ from slora_ref.ops.ladder import ladder
 Row = dict[str, Any]
 REPEATS = 5  # the first rungs take their time
 SHARED = LoraCase("shared", (8,) * 32, (64,) * 32)  # 8 rows an adapter
-LADDERS = {"mbgmv": (distinct(64, 64),), "mbgmm": (SHARED, prefill(64)), "lora": (zipf(256, 64),)}
+LADDERS = {"mbgmv": (distinct(64, 64), distinct(64, 8)), "mbgmm": (SHARED, prefill(64)), "lora": (zipf(256, 64),)}
 
 
 def measure_ladders(pool: Any, kernels: CudaKernels, say: Callable[[str], None]) -> list[Row]:
