@@ -20,12 +20,13 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
                        int t_columns, int splits, int x_stride, int page_stride) {
     SHARED(uint4, x_tile, [WARPS][STEPS * 4 * ROWS]);  // of each warp [steps][rows][4]; or of a row alone [PASS]
     SHARED(float4, parts, [2][WARPS][COLUMNS / 8 * 32]);  // of this product, and of the former, which may yet be read
+    SHARED(float, row_parts, [WARPS][2]);
     launch_dependents();
     int tall = counts[0], used = counts[1], warp = threadIdx.x / 32, lane = threadIdx.x % 32, product = 0;
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width), steps = ceil_div(chunks, 4);
     int per_piece = pieces == 1 ? steps : width / NUMS16 / 4;  // steps of a page
-    int share = ceil_div(steps, splits * WARPS), own = columns_of_a_warp(chunks, t_columns);
-    int of_tile = ceil_div(t_columns, COLUMNS) * splits, of_row = ceil_div(t_columns, WARPS * own);
+    int share = ceil_div(steps, splits * WARPS);
+    int of_tile = ceil_div(t_columns, COLUMNS) * splits, of_row = ceil_div(t_columns, WARPS);
     bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0 &&
                  (pieces == 1 || width % (4 * NUMS16) == 0);  // or a step might pass over a page
     const Weights weights = {pages, page_table, width, page_stride};
@@ -104,9 +105,9 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
             else if (columns <= 8) multiply(to, row0, count, adapter, split, j0, Constant<1>());
             else multiply(to, row0, count, adapter, split, j0, Constant<2>());
         }
-        int first = part * WARPS * own;
+        int first = part * WARPS;
         if (work.alone && first < adapter.rank)
-            shrink_row<WARPS>(own, &x_tile[0][0], t_of(0, tile.x, target), page_at(x, tile.x, x_stride), weights,
+            shrink_row<WARPS>(&x_tile[0][0], row_parts, t_of(0, tile.x, target), page_at(x, tile.x, x_stride), weights,
                               adapter, d_in, first, 0, chunks, whole);
     }
     wait_for_previous();

@@ -63,6 +63,17 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (SUMS == 2) sum += sums[k * SUMS + 1];", ""),
         ("x_part[32 * u + lane]", "x_part[32 * u + (lane ^ 1)]"),
     ],
+    "mbgmv_shrink_4_tensor_cores": [
+        ("__syncthreads();  // all of x_part is written before any warp multiplies with it", ""),
+        ("__syncthreads();  // x_part is read before the next pass overwrites it", ""),
+        ("__syncthreads();  // parts are written before they are added; x_part is read before the next row's x", ""),
+        ("first + i < adapter.rank", "first + i < adapter.rank - 1"),
+        ("at == begin || at < stop", "at < stop"),
+        ("at + i < stop", "true"),
+        ("lane % 4 == lane / 8", "lane % 4 == lane / 16"),
+        ("piece += next, chunk -=", "chunk -="),
+        ("pieces <= 32 && per_piece >= STEP", "per_piece >= 1"),
+    ],
     "mbgmv_expand_2_vector": [
         ("__syncthreads();  // t_row is written before all threads read it", ""),
         ("t_row[j] = 0;\n        for (int split = 0; split < splits", "for (int split = 0; split < splits"),
@@ -132,7 +143,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (row < count && j + 1 < adapter.rank)", "if (j + 1 < adapter.rank)"),
         ("min(end, (piece + 1) * per_piece) - first", "end - first"),
         ("if (work.tile >= used) break;", "if (work.tile >= used - 1) break;"),
-        ("of_row = ceil_div(t_columns, WARPS * own)", "of_row = t_columns / (2 * WARPS * own)"),
+        ("of_row = ceil_div(t_columns, WARPS)", "of_row = t_columns / (2 * WARPS)"),
     ],
     "lora_expand_1_together": [
         ("__syncthreads();  // t_tile and up are written before all warps read them", ""),

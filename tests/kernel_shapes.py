@@ -140,8 +140,10 @@ SMALL_LORA = LoraShape(
 )
 WIDE_LORA = LoraShape(576, 576, (576,), [[8], [13]], [(0, 3), (1, 1), (0, 30)], 1, 0, 16)
 LONG_LORA = LoraShape(4200, 4200, (16,), [[5]], [(0, 2)])  # more of a column than a warp has in flight
+CUT_LORA = replace(LONG_LORA, width=520)  # in pages of little more than two warps take at a time
 TALL_LORA = LoraShape(16, 16, (16,), [[133]], [(0, 130)], tile=130)  # more rows and ranks than a block takes at a time
 MANY_LORA = LoraShape(16, 16, (16, 16), [[5, 3]], [(0, 1)] * 420)  # more pieces of work than blocks
+CROWDED_LORA = replace(TALL_LORA, segments=[(0, 40)], gap=3)  # blocks that serve several rows, number by number
 PAGED_LORA = LoraShape(96, 1000, (520, 248), [[20, 9]], [(0, 18), (0, 1)], 2)  # several whole pages, and one in part
 FEW_LORA = LoraShape(24, 16, (40, 24, 16), [[8, 5, 2], [1, 0, 7]], [(0, 2), (1, 1), (-1, 1)])
 STAGED_LORA = replace(PAGED_LORA, ranks=[[40, 100]])  # ranks of other classes; more stages than a ring has
@@ -154,6 +156,7 @@ def fixed_cases(operation: str, dtype: str) -> list[Case]:
         shapes += [MANY_LORA, PAGED_LORA] if operation.startswith("lora") else [STAGED_LORA]
         if operation == "mbgmv_expand":  # blocks that serve several rows; few ranks, in several pages or splits
             shapes += [MANY_LORA, FEW_LORA, replace(FEW_LORA, width=40, splits=2)]
+        shapes += [CROWDED_LORA, CUT_LORA] if operation == "mbgmv_shrink" else []
         return [cases.lora_case(operation, dtype, 1, shape) for shape in shapes]
     table: dict[str, Callable[[], list[Case]]] = {
         **{

@@ -277,9 +277,10 @@ def mutants(kernel, name):
         yield HostKernels(folder, folder / "cache"), found[1]
 
 
+two_passes = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
 cases = [
     ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", batch),
-    ("mbgmv_shrink_3_in_flight", "lora_rows.h", make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)),
+    ("mbgmv_shrink_4_tensor_cores", "lora_rows.h", two_passes),
     ("mbgmv_expand_3_in_flight", "lora_rows.h", make_batch(ranks=(40, 17, 8), d_out=1200)),
 ]
 rows, needed = [], {name: set() for _, name, _ in cases}

@@ -27,7 +27,7 @@ def runs(sizes: SimpleNamespace, size: int) -> int:
 
 
 def warp_columns(sizes: SimpleNamespace) -> int:
-    """Columns of A that a warp of MBGMV takes at a time: columns_of_a_warp of kernels_cu/lora_rows.h."""
+    """Columns of A that a warp takes at a time: columns_of_a_warp of kernels_cu/mbgmv_shrink_3_in_flight.cu."""
     part = -(-chunks(sizes, sizes.d_in) // sizes.splits)
     return 4 if part <= 128 and sizes.t_columns >= 32 else 2 if part <= 256 and sizes.t_columns >= 16 else 1
 
@@ -53,10 +53,15 @@ def is_lean(sizes: SimpleNamespace) -> bool:
     return bool(whole and sizes.t_columns in (4, 8) and sizes.splits == 1)
 
 
-def row_blocks(sizes: SimpleNamespace) -> int:
-    """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows."""
-    each = blocks(sizes.t_columns, 4 * warp_columns(sizes)) * sizes.targets * sizes.splits
-    return min(int(sizes.rows), max(32, 1056 // each))
+def row_blocks(sizes: SimpleNamespace, columns: int, resident: int) -> int:
+    """Blocks that loop over the rows: enough for two rounds on a GPU, as MBGMM may have taken most of the rows.
+
+    Args:
+        columns: of A, that a block takes.
+        resident: blocks that a multiprocessor has room for.
+    """
+    each = blocks(sizes.t_columns, columns) * sizes.targets * sizes.splits
+    return min(int(sizes.rows), max(32, 2 * 132 * resident // each))
 
 
 def tile_blocks(sizes: SimpleNamespace, each: int, most: int) -> int:

@@ -61,7 +61,18 @@ RUNGS: Mapping[str, Rung] = {
     ),
     "mbgmv_shrink_3_in_flight": Rung(
         128,
-        lambda s: (_blocks(s.t_columns, 4 * lora.warp_columns(s)), lora.row_blocks(s), s.targets * s.splits),
+        lambda s: (
+            _blocks(s.t_columns, 4 * lora.warp_columns(s)),
+            lora.row_blocks(s, 4 * lora.warp_columns(s), 4),
+            s.targets * s.splits,
+        ),
+        0,
+        HALVES,
+        after_start=True,
+    ),
+    "mbgmv_shrink_4_tensor_cores": Rung(
+        256,
+        lambda s: (_blocks(s.t_columns, 8), lora.row_blocks(s, 8, 2), s.targets * s.splits),
         0,
         HALVES,
         after_start=True,
