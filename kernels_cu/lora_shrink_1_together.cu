@@ -25,8 +25,8 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
     int tall = counts[0], used = counts[1], warp = threadIdx.x / 32, lane = threadIdx.x % 32, product = 0;
     int chunks = chunks_of(d_in, width), pieces = pieces_of(d_in, width), steps = ceil_div(chunks, 4);
     int per_piece = pieces == 1 ? steps : width / NUMS16 / 4;  // steps of a page
-    int share = ceil_div(steps, splits * WARPS);
-    int of_tile = ceil_div(t_columns, COLUMNS) * splits, of_row = ceil_div(t_columns, WARPS);
+    int share = ceil_div(steps, splits * WARPS), own = columns_of_a_warp(chunks, t_columns);
+    int of_tile = ceil_div(t_columns, COLUMNS) * splits, of_row = ceil_div(t_columns, WARPS * own);
     bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0 &&
                  (pieces == 1 || width % (4 * NUMS16) == 0);  // or a step might pass over a page
     const Weights weights = {pages, page_table, width, page_stride};
@@ -105,10 +105,14 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
             else if (columns <= 8) multiply(to, row0, count, adapter, split, j0, Constant<1>());
             else multiply(to, row0, count, adapter, split, j0, Constant<2>());
         }
-        int first = part * WARPS;
-        if (work.alone && first < adapter.rank)
-            shrink_row<WARPS>(&x_tile[0][0], row_parts, t_of(0, tile.x, target), page_at(x, tile.x, x_stride), weights,
-                              adapter, d_in, first, 0, chunks, whole);
+        int first = part * WARPS * own;
+        if (!work.alone || first >= adapter.rank) continue;
+        float* to = t_of(0, tile.x, target);
+        const Num* from = page_at(x, tile.x, x_stride);
+        if (own == 1)
+            shrink_row<WARPS>(&x_tile[0][0], row_parts, to, from, weights, adapter, d_in, first, 0, chunks, whole);
+        else
+            shrink_columns<WARPS>(own, &x_tile[0][0], to, from, weights, adapter, d_in, first, 0, chunks, whole);
     }
     wait_for_previous();
 }

@@ -71,7 +71,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("at == begin || at < stop", "at < stop"),
         ("at + i < stop", "true"),
         ("lane % 4 == lane / 8", "lane % 4 == lane / 16"),
-        ("piece += next, chunk -=", "chunk -="),
+        ("chunk += STEP;", ""),
         ("pieces <= 32 && per_piece >= STEP", "per_piece >= 1"),
     ],
     "mbgmv_expand_2_vector": [
@@ -143,7 +143,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("if (row < count && j + 1 < adapter.rank)", "if (j + 1 < adapter.rank)"),
         ("min(end, (piece + 1) * per_piece) - first", "end - first"),
         ("if (work.tile >= used) break;", "if (work.tile >= used - 1) break;"),
-        ("of_row = ceil_div(t_columns, WARPS)", "of_row = t_columns / (2 * WARPS)"),
+        ("of_row = ceil_div(t_columns, WARPS * own)", "of_row = t_columns / (2 * WARPS * own)"),
     ],
     "lora_expand_1_together": [
         ("__syncthreads();  // t_tile and up are written before all warps read them", ""),

@@ -20,7 +20,7 @@ from kernel_shapes import drawn_cases, fixed_cases
 
 from slora_ref.kernels import kernels_folder
 from slora_ref.ops.host_kernels import ORDERS, HostKernels
-from slora_ref.ops.ladder import ladder, make_launch, operation_of
+from slora_ref.ops.ladder import fastest, make_launch, operation_of
 from slora_ref.ops.rungs import RUNGS
 
 KERNELS = [(kernel, dtype) for kernel, rung in RUNGS.items() for dtype in rung.dtypes]
@@ -175,7 +175,7 @@ def test_a_row_alone_has_the_same_bits_in_both_launches(half: str, rank: int, ro
     entries[:, both.arguments["tiles"][used, 0]] = both.arguments["lora"][:, used]
     bits = []
     for case in (both, replace(alone, arguments=alone.arguments | arrays | {"lora": entries})):
-        kernel = ladder(case.operation, "float16")[-1]
+        kernel = fastest(case.operation, "float16", case.arguments)
         after = run("forward", kernel, case)
         bits.append([row_bits(kernel, after, row) for row in range(rows)])
     assert bits[0] == bits[1]

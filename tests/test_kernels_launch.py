@@ -108,6 +108,14 @@ def test_few_ranks_of_whole_chunks_in_one_page_have_an_expand_of_their_own(shape
     assert fastest("mbgmv_expand", case.dtype, case.arguments) == kernel
 
 
+@pytest.mark.parametrize(("d_in", "rank", "rung"), [(512, 8, 4), (512, 16, 3), (2048, 16, 3), (2056, 64, 4)])
+def test_a_warp_takes_several_short_columns_of_a_large_rank_without_tensor_cores(
+    d_in: int, rank: int, rung: int
+) -> None:
+    case = cases.lora_case("mbgmv_shrink", "float16", 1, LoraShape(d_in, d_in, (16,), [[rank]], [(0, 2)]))
+    assert fastest("mbgmv_shrink", case.dtype, case.arguments).startswith(f"mbgmv_shrink_{rung}_")
+
+
 def segments_of(pairs: list[tuple[int, int]]) -> Segments:
     lengths = np.array([length for _, length in pairs], np.int64)
     adapters = np.array([adapter for adapter, _ in pairs], np.int64)

@@ -280,6 +280,7 @@ def mutants(kernel, name):
 two_passes = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
 cases = [
     ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", batch),
+    ("mbgmv_shrink_3_in_flight", "lora_rows.h", two_passes),
     ("mbgmv_shrink_4_tensor_cores", "lora_rows.h", two_passes),
     ("mbgmv_expand_3_in_flight", "lora_rows.h", make_batch(ranks=(40, 17, 8), d_out=1200)),
 ]

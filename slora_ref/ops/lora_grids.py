@@ -27,7 +27,7 @@ def runs(sizes: SimpleNamespace, size: int) -> int:
 
 
 def warp_columns(sizes: SimpleNamespace) -> int:
-    """Columns of A that a warp takes at a time: columns_of_a_warp of kernels_cu/mbgmv_shrink_3_in_flight.cu."""
+    """Columns of A that a warp takes at a time: columns_of_a_warp of kernels_cu/lora_rows.h."""
     part = -(-chunks(sizes, sizes.d_in) // sizes.splits)
     return 4 if part <= 128 and sizes.t_columns >= 32 else 2 if part <= 256 and sizes.t_columns >= 16 else 1
 

@@ -35,7 +35,7 @@ def uses_mbgmm(segments: Segments, rows: int) -> Array:
 
 
 SHARED_FROM = 2  # rows of a segment, if its rank is large
-TILE_COST, LEAST_SAVED, ALONE_BESIDE = 80, 512, 0.5
+TILE_COST, LEAST_SAVED, ALONE_BESIDE = 60, 512, 0.5
 TOGETHER_UP_TO = 512  # rows of a step: beyond, MBGMM's tiles are larger, and one launch more matters less
 SPANS_SHARED_FROM = 2  # rows of a span: a single query is decode attention
 

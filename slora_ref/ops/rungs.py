@@ -76,6 +76,7 @@ RUNGS: Mapping[str, Rung] = {
         0,
         HALVES,
         after_start=True,
+        suits=lambda s: lora.warp_columns(s) == 1,
     ),
     "mbgmv_expand_3_in_flight": Rung(
         128,
