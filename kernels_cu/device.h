@@ -160,7 +160,7 @@ HELPER void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// In the next one: every thread calls it before it reads what the kernel before wrote, and before it ends.
+// In the next one: a thread calls it before it reads what the kernel before wrote; one block at least before it ends.
 HELPER void wait_for_previous() {
 #if ON_DEVICE && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -3,14 +3,14 @@
 //         [targets, tiles] of Lora; tiles [tiles] of (first row, rows); counts [2]: the first tiles have several rows,
 //         the tiles in use. A is in pages. t of a tile of one row is all in split 0
 // map: a block takes piece after piece of work: of a tile 16 rows, 16 columns of A and a split, a quarter of it a
-//      warp's; of a row alone four columns or more, a warp one of them, as in MBGMV
+//      warp's; of a row alone four columns, as in MBGMV: two warps share two, or of short ones a warp has two or four
 // new here: one launch for MBGMM and MBGMV, of as many blocks as a GPU holds: none without work, none that waits for
 //           the other kernel's. All of a piece is on its way at once: A to registers, even before x is written, x to
 //           shared memory, a warp's part to the warp alone
 // limits: none; no float32; columns of t beyond the rank are left as they are
 #include "device.h"
 #include "lora.h"
-#include "lora_rows.h"
+#include "lora_shrink.h"
 
 constexpr int WARPS = 4, ROWS = 16, COLUMNS = 16, STEPS = 32 / 4;  // of 4 chunks, in flight: a lane copies one of x
 
@@ -18,8 +18,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page_table, const Lora* lora,
                        const int2* tiles, const int* counts, int tile_count, int rows, int d_in, int width, int targets,
                        int t_columns, int splits, int x_stride, int page_stride) {
-    SHARED(uint4, x_tile, [WARPS][STEPS * 4 * ROWS]);  // of each warp [steps][rows][4]; or of a row alone [PASS]
+    SHARED(uint4, x_tile, [WARPS][STEPS * 4 * ROWS]);  // of each warp [steps][rows][4]; or of a row alone [512]
     SHARED(float4, parts, [2][WARPS][COLUMNS / 8 * 32]);  // of this product, and of the former, which may yet be read
+    static_assert(WARPS * STEPS * 4 * ROWS >= PASS && WARPS * STEPS * 4 * ROWS >= FLIGHT, "a row alone has no room");
     SHARED(float, row_parts, [WARPS][2]);
     launch_dependents();
     int tall = counts[0], used = counts[1], warp = threadIdx.x / 32, lane = threadIdx.x % 32, product = 0;
@@ -27,8 +28,8 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
     int per_piece = pieces == 1 ? steps : width / NUMS16 / 4;  // steps of a page
     int share = ceil_div(steps, splits * WARPS), own = columns_of_a_warp(chunks, t_columns);
     int of_tile = ceil_div(t_columns, COLUMNS) * splits, of_row = ceil_div(t_columns, WARPS * own);
-    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0 &&
-                 (pieces == 1 || width % (4 * NUMS16) == 0);  // or a step might pass over a page
+    bool whole = whole_chunks(pages, width, page_stride) && aligned16(x) && (x_stride | d_in) % NUMS16 == 0;
+    bool whole_steps = whole && (pieces == 1 || width % (4 * NUMS16) == 0);  // or a step might pass over a page
     const Weights weights = {pages, page_table, width, page_stride};
     auto t_of = [&](int split, int row, int target) {
         return t + ((split * static_cast<long long>(rows) + row) * targets + target) * t_columns;
@@ -99,7 +100,7 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
         for (int row = 0; !work.alone && columns > 0 && row < tile.y; row += ROWS) {
             int row0 = tile.x + row, count = min(ROWS, tile.y - row);
             float* to = t_of(split, row0, target);
-            if (!whole)
+            if (!whole_steps)
                 shrink_plainly(to, targets * t_columns, page_at(x, row0, x_stride), x_stride, pages, page_stride,
                                page_table + adapter.a, width, d_in, split, splits, count, j0, columns);
             else if (columns <= 8) multiply(to, row0, count, adapter, split, j0, Constant<1>());

@@ -63,7 +63,7 @@ mbgmv_expand_4_lean(Num* y, const float* t, const Num* pages, const int* page_ta
     // In this order the compiler has what follows where it is lean, and the rest behind it
     bool lean = splits == 1 && t_columns <= RANKS && t_columns % 4 == 0 && aligned16(y) && aligned16(pages) &&
                 max(d_out0, max(d_out1, d_out2)) <= width && lengths % NUMS16 == 0;
-    if (!lean) {  // the compiler puts it behind the rest
+    if (!lean) {
         Run run = find_run(blockIdx.x, THREADS, {d_out0, d_out1, d_out2}, width);
         const Weights weights = {pages, page_table, width, page_stride};
         wait_for_previous();

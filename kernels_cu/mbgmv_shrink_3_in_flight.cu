@@ -8,7 +8,7 @@
 // limits: none; columns of t beyond the rank are left as they are
 #include "device.h"
 #include "lora.h"
-#include "lora_rows.h"
+#include "lora_shrink.h"
 
 constexpr int WARPS = 4;
 

@@ -6,11 +6,11 @@
 // new here: tensor cores multiply, two instructions for 32 bytes of A instead of 48: in a decode step nothing else runs
 //           beside them. What stands before the first load of A is short: the entry is asked for before anything is
 //           worked out, and where a column is in one page, nothing is worked out for each load
-// limits: none; no float32; columns of t beyond the rank are left as they are; of short columns and large ranks the rung
-//         below does more at a time
+// limits: none; no float32; columns of t beyond the rank are left as they are; where columns are short and many, the
+//         rung below does more at a time
 #include "device.h"
 #include "lora.h"
-#include "lora_rows.h"
+#include "lora_shrink.h"
 
 constexpr int WARPS = 8, COLUMNS = WARPS / SHARES * 2;
 

@@ -162,12 +162,19 @@ def test_bits_do_not_depend_on_other_rows(kernel: str, dtype: str) -> None:
         assert row_bits(kernel, after, row) == row_bits(kernel, together, row), f"entry {entry}"
 
 
-@pytest.mark.parametrize("rows", [2, 40])
-@pytest.mark.parametrize("rank", [5, 24, 64, 128])
+@pytest.mark.parametrize(
+    ("rank", "rows", "width", "length"),
+    [
+        *((rank, rows, 512, 512) for rank in (5, 24, 64, 128) for rows in (2, 40)),
+        *((5, 2, width, 4200) for width in (520, 2048, 4200)),  # several pages, one of them odd; more than one pass
+    ],
+)
 @pytest.mark.parametrize("half", ["shrink", "expand"])
-def test_a_row_alone_has_the_same_bits_in_both_launches(half: str, rank: int, rows: int) -> None:
+def test_a_row_alone_has_the_same_bits_in_both_launches(
+    half: str, rank: int, rows: int, width: int, length: int
+) -> None:
     """Whether other rows of a step share an adapter decides between MBGMV's launch and the one for both."""
-    shape = LoraShape(512, 512, (512,), [[rank]] * rows, [(adapter, 1) for adapter in range(rows)])
+    shape = LoraShape(width, length, (length,), [[rank]] * rows, [(adapter, 1) for adapter in range(rows)])
     both = cases.lora_case(f"lora_{half}", "float16", 3, shape)
     alone = cases.lora_case(f"mbgmv_{half}", "float16", 4, shape)
     arrays = {name: both.arguments[name].copy() for name in alone.arguments.keys() & both.arguments.keys() - {"lora"}}

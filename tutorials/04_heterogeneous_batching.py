@@ -280,8 +280,8 @@ def mutants(kernel, name):
 two_passes = make_batch(ranks=(5,), owners=(0, 0), d_in=4200, d_out=16, width=4200)
 cases = [
     ("mbgmv_expand_2_vector", "mbgmv_expand_2_vector.cu", batch),
-    ("mbgmv_shrink_3_in_flight", "lora_rows.h", two_passes),
-    ("mbgmv_shrink_4_tensor_cores", "lora_rows.h", two_passes),
+    ("mbgmv_shrink_3_in_flight", "lora_shrink.h", two_passes),
+    ("mbgmv_shrink_4_tensor_cores", "lora_shrink.h", two_passes),
     ("mbgmv_expand_3_in_flight", "lora_rows.h", make_batch(ranks=(40, 17, 8), d_out=1200)),
 ]
 rows, needed = [], {name: set() for _, name, _ in cases}
@@ -298,7 +298,7 @@ print("no barrier of", " or ".join(needed), "can be left out")
 table(["kernel", "the barrier that was taken out", "wrong in the orders", "still right in"], rows)
 
 # %% [markdown]
-# The header `lora_rows.h` is shared by the last rungs. The last line is the reason for three orders: in reverse the
+# The headers are shared by the last rungs. The last line is the reason for three orders: in reverse the
 # upper half happens to run first, and a program that lacks a barrier works. The tests do this for each barrier of
 # each last rung, and for shifted indices, dropped bounds and wrong signs besides (`tests/kernel_mutants.py`).
 #

@@ -163,10 +163,11 @@ class KernelExecutor:
         ops, weights = self.ops, self.model.weights
         layer = weights.layers[0]
         for rows in buckets(min(self.staging.most, MOST_TRIED)):
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                ops.linear(self._any_rows(rows, weight), weight)
+            for name in ("qkv", "o", "gate_up", "down"):
+                weight, bias = getattr(layer, name), getattr(layer, f"{name}_bias")
+                ops.linear(self._any_rows(rows, weight), weight, bias)
             ops.head(self._any_rows(rows, weights.lm_head), weights.lm_head)
 
     def _any_rows(self, rows: int, weight: Float[Array, "d_out d_in"]) -> Float[Array, "rows d_in"]:
-        """Any numbers for it to multiply, in memory that steps have."""
+        """Any numbers for it to multiply, in memory that steps have, or most of it."""
         return self.ops.empty("silu_mul", (rows, weight.shape[1]), self.ops.dtype)

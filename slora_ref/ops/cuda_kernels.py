@@ -77,10 +77,10 @@ class CudaKernels:
         Raises:
             KernelError: an argument does not fit, or (when it is called) the driver refuses the launch.
         """
-        call, arguments = self._call(launch), launch.arguments
-        addresses = [self._address(name, arguments[name]) for name in call.arrays]
         if 0 in launch.grid:
             return _nothing
+        call, arguments = self._call(launch), launch.arguments
+        addresses = [self._address(name, arguments[name]) for name in call.arrays]
         return partial(_start, call.call, call.block(addresses), launch)
 
     def _call(self, launch: Launch) -> PackedCall:

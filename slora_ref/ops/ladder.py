@@ -76,7 +76,7 @@ def usable(dtype: Any) -> list[tuple[str, str]]:
         kinds = [kind for kind in (storage, "float32") if has_kernel(operation, kind)]
         for kind in kinds[-1:] if operation == "argmax" else kinds[:1]:
             names = ladder(operation, kind)
-            always = max((place for place, name in enumerate(names) if RUNGS[name].suits is None), default=0)
+            always = max(place for place, name in enumerate(names) if RUNGS[name].suits is None)
             found += [(name, kind) for name in names[always:]]
     return found
 

@@ -44,7 +44,6 @@ class Layout:
         assert all(arguments[name] is values[place] for name, place in places), f"other arrays than given: {arrays}"
         return cls(arguments | dict.fromkeys(arrays), places, sizes_of(arguments))
 
-
     def with_arrays(self, values: Sequence[Any]) -> LaidOut:
         """Arguments of this layout."""
         arguments = LaidOut(self.rest)

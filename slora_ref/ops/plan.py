@@ -1,9 +1,9 @@
 """The plan of a step: which kernel serves which rows, as the integer arrays that kernels read. Made once a step.
 
-MBGMV serves rows one by one, MBGMM whole tiles of a segment; decode and prefill attention likewise. The choice depends
-on the length and rank of a segment and on the number of rows of the step (its bucket), or on the length of a span, and
-is made here, and only here. Arrays are padded to a size that depends on the number of rows alone, so that a captured
-graph fits every step of its bucket.
+MBGMV serves rows one by one, MBGMM whole tiles of a segment; decode and prefill attention likewise. The choice is made
+here, and only here: for adapters by the lengths and ranks of all segments of a step, so the last bits of a row with an
+adapter may depend on what runs beside it; for attention by the length of a span. Arrays are padded to a size that
+depends on the number of rows alone, so that a captured graph fits every step of its bucket.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NONE = -1  # no adapter, or no sequence
 def uses_mbgmm(segments: Segments, rows: int) -> Array:
     """Whether a segment's rows share the reads of its adapter's weights (MBGMM) or read them one by one (MBGMV).
 
-    Weights that are read again come from the cache, so a short segment saves little: a tile costs as much as TILE_COST
-    such reads. And all that is saved must be worth a launch of another kind, in which a row that is alone costs more.
-    It is counted in rows x rank, each a column of A and a row of B, as measured on an H200.
+    Weights that are read again come from the cache, so a short segment saves little: its tiles cost as much as
+    TILE_COST such reads. And all that is saved must be worth a launch of another kind, in which a row that is alone
+    costs more. It is counted in rows x rank, each a column of A and a row of B, as measured on an H200.
 
     Args:
         rows: of the step, with its padding.

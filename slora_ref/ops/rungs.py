@@ -85,7 +85,6 @@ RUNGS: Mapping[str, Rung] = {
         HALVES,
         after_start=True,
     ),
-    "mbgmm_shrink_1_naive": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
     "mbgmv_expand_4_lean": Rung(
         128,
         lambda s: (lora.runs(s, 128), min(s.rows, lora.MOST_BESIDE), 1),
@@ -94,6 +93,7 @@ RUNGS: Mapping[str, Rung] = {
         after_start=True,
         suits=lora.is_lean,
     ),
+    "mbgmm_shrink_1_naive": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
     "mbgmm_expand_1_naive": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.tile_count, 1), after_start=True),
     "mbgmm_shrink_2_rows": Rung(128, lambda s: (s.tile_count, s.targets, s.splits)),
     "mbgmm_expand_2_rows": Rung(128, lambda s: (_blocks(lora.outputs(s), 128), s.tile_count, 1), after_start=True),

@@ -84,7 +84,10 @@ class ProcessCommunicator(Communicator):
             return self._end_of_link()
 
     def _end_of_link(self) -> bytes:
-        self.fail("a shard has closed its link: it has died, or has failed and said so on stderr")
+        try:
+            self.fail("a shard has closed its link: it has died, or has failed and said so on stderr")
+        except Exception as error:
+            raise ShardLost(self._reason) from error
         raise ShardLost(self._reason)
 
     def check(self) -> None:
@@ -93,11 +96,14 @@ class ProcessCommunicator(Communicator):
             raise ShardLost(self._reason)
 
     def fail(self, reason: str) -> None:
-        """Ends the group: wakes who waits for a message or for a GPU, and ends the processes that shard 0 started."""
+        """Ends the group: wakes who waits for a message or for a GPU, and ends the processes that shard 0 started.
+
+        All of that is done even if some of it fails; then it raises what failed last.
+        """
         if self._reason:
             return
         self._reason = reason
-        with contextlib.ExitStack() as left:  # all of it is done, from the last to the first, whatever fails
+        with contextlib.ExitStack() as left:  # from the last to the first
             for process in self._processes:
                 left.callback(process.terminate)
             for link in self._links:
