@@ -183,3 +183,12 @@ HELPER void shrink_row(uint4* x_part, float (*parts)[2], float* t, const Num* x,
     int i = threadIdx.x, mine = i / 2 * SHARES;
     if (i < WARPS / SHARES * 2 && first + i < adapter.rank) t[first + i] = parts[mine][i % 2] + parts[mine + 1][i % 2];
 }
+
+// Either way, by how long the columns are; both have x_part [PASS].
+template <int WARPS>
+HELPER void shrink_alone(int own, uint4* x_part, float (*parts)[2], float* t, const Num* x, const Weights& of,
+                         Lora adapter, int d_in, int first, int begin, int end, bool whole) {
+    static_assert(PASS == FLIGHT, "x_part has room for one of them");
+    if (own == 1) shrink_row<WARPS>(x_part, parts, t, x, of, adapter, d_in, first, begin, end, whole);
+    else shrink_columns<WARPS>(own, x_part, t, x, of, adapter, d_in, first, begin, end, whole);
+}

@@ -18,9 +18,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page_table, const Lora* lora,
                        const int2* tiles, const int* counts, int tile_count, int rows, int d_in, int width, int targets,
                        int t_columns, int splits, int x_stride, int page_stride) {
-    SHARED(uint4, x_tile, [WARPS][STEPS * 4 * ROWS]);  // of each warp [steps][rows][4]; or of a row alone [512]
+    SHARED(uint4, x_tile, [WARPS][STEPS * 4 * ROWS]);  // of each warp [steps][rows][4]; or of a row alone [PASS]
     SHARED(float4, parts, [2][WARPS][COLUMNS / 8 * 32]);  // of this product, and of the former, which may yet be read
-    static_assert(WARPS * STEPS * 4 * ROWS >= PASS && WARPS * STEPS * 4 * ROWS >= FLIGHT, "a row alone has no room");
     SHARED(float, row_parts, [WARPS][2]);
     launch_dependents();
     int tall = counts[0], used = counts[1], warp = threadIdx.x / 32, lane = threadIdx.x % 32, product = 0;
@@ -106,14 +105,9 @@ lora_shrink_1_together(float* t, const Num* x, const Num* pages, const int* page
             else if (columns <= 8) multiply(to, row0, count, adapter, split, j0, Constant<1>());
             else multiply(to, row0, count, adapter, split, j0, Constant<2>());
         }
-        int first = part * WARPS * own;
-        if (!work.alone || first >= adapter.rank) continue;
-        float* to = t_of(0, tile.x, target);
-        const Num* from = page_at(x, tile.x, x_stride);
-        if (own == 1)
-            shrink_row<WARPS>(&x_tile[0][0], row_parts, to, from, weights, adapter, d_in, first, 0, chunks, whole);
-        else
-            shrink_columns<WARPS>(own, &x_tile[0][0], to, from, weights, adapter, d_in, first, 0, chunks, whole);
+        if (int first = part * WARPS * own; work.alone && first < adapter.rank)
+            shrink_alone<WARPS>(own, &x_tile[0][0], row_parts, t_of(0, tile.x, target), page_at(x, tile.x, x_stride),
+                                weights, adapter, d_in, first, 0, chunks, whole);
     }
     wait_for_previous();
 }
