@@ -88,7 +88,7 @@ HELPER void shrink_columns(int own, uint4* x_part, float* t, const Num* x, const
 
 // Where a column is long, a warp takes two of them and shares them with others, on tensor cores:
 constexpr int EACH_OF_TWO = 8;                   // chunks of each of its two columns that a lane has in flight
-constexpr int SHARES = 2;                 // warps that share two columns, 32 chunks in turn
+constexpr int SHARES = 2;                        // warps that share two columns, 32 chunks in turn
 constexpr int PASS = 32 * EACH_OF_TWO * SHARES;  // chunks of a column in flight
 
 // An entry, in a load that the compiler leaves where it stands: what a block does next takes less time than this.

@@ -35,6 +35,14 @@ AS_SHIPPED = {name: getattr(plan, name) for name in ("TILE_COST", "LEAST_SAVED",
 # the models of tests are small: so their steps reach all kinds of LoRA kernels
 plan.TILE_COST, plan.LEAST_SAVED, plan.ALONE_BESIDE = 0, 8, 0
 
+
+def plan_as_shipped(patch: pytest.MonkeyPatch) -> None:
+    """From here on steps are planned as outside of tests."""
+    for name, value in AS_SHIPPED.items():
+        patch.setattr(plan, name, value)
+
+
+
 # `ci` draws the same examples in every run, so a red run can be repeated; --hypothesis-profile thorough is for a night.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("ci"), derandomize=False, max_examples=2000)

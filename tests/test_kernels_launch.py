@@ -8,7 +8,7 @@ from typing import Any
 import kernel_cases as cases
 import numpy as np
 import pytest
-from conftest import AS_SHIPPED
+from conftest import plan_as_shipped
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import LoraShape
@@ -84,7 +84,6 @@ def test_all_rungs_of_an_operation_are_launched_with_the_same_arguments(operatio
             assert 0 <= launch.shared <= 96 << 10
 
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = np.array([2000, 2000, 1])  # of adapter % 3: segments of several rows share in any step, or in large ones alone
 SEGMENTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 70)), max_size=12)
 
@@ -165,14 +164,6 @@ def test_kernels_without_work_are_left_out_unless_launches_are_fixed(pairs: Any,
     assert fixed.kernels == (("lora",) if one_launch else ("mbgmv", "mbgmm"))
 
 
-@pytest.fixture
-def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are planned as outside of tests."""
-    for name, value in AS_SHIPPED.items():
-        monkeypatch.setattr(plan, name, value)
-
-
-@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("lengths", "rank", "tall"),
     [
@@ -187,7 +178,10 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
         ([64] * 2, 8, 2),
     ],
 )
-def test_rows_share_an_adapter_where_that_saves_more_than_it_costs(lengths: list[int], rank: int, tall: int) -> None:
+def test_rows_share_an_adapter_where_that_saves_more_than_it_costs(
+    lengths: list[int], rank: int, tall: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_as_shipped(monkeypatch)
     segments = replace(segments_of(list(enumerate(lengths))), rank=np.full(len(lengths), rank))
     shares = plan.uses_mbgmm(segments, sum(lengths))
     assert shares.sum() == tall and (not tall or segments.length[shares].min() > 1)
@@ -199,8 +193,7 @@ def test_rows_share_an_adapter_where_that_saves_more_than_it_costs(lengths: list
 def test_rows_that_are_alone_never_make_others_share(pairs: list[tuple[int, int]], padding: int) -> None:
     """Nor does a base row: what shares with them shares without them, and a longer segment shares if a shorter does."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in AS_SHIPPED.items():
-            patch.setattr(plan, name, value)
+        plan_as_shipped(patch)
         check_who_shares(pairs, padding)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import AS_SHIPPED, missing_gpu
+from conftest import missing_gpu, plan_as_shipped
 from lone import LoneShard, be_alone, be_alone_on_a_gpu
 from serving import (
     ADAPTERS,
@@ -28,7 +28,6 @@ from serving import (
 from slora_ref import Engine, EngineConfig, SamplingParams
 from slora_ref.checkpoint import float_dtype
 from slora_ref.errors import ShardLost
-from slora_ref.ops import plan
 from slora_ref.ops.collectives import StepCommunicator
 from slora_ref.tp.communicator import Alone
 
@@ -177,8 +176,7 @@ def test_messages_of_a_graph_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def as_followers_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are planned as outside of tests: followers are processes, which conftest.py has not changed."""
-    for name, value in AS_SHIPPED.items():
-        monkeypatch.setattr(plan, name, value)
+    plan_as_shipped(monkeypatch)
 
 
 def two_gpus(dtype: str = "float16", overlap: bool = False, eager: bool = False, peers: bool = True) -> Engine:
